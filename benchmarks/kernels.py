@@ -19,18 +19,16 @@ from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from benchmarks.cases import figure1 as paper
-from neuroncore import Kernel, NkiValidationError, TensorSpec
-from neuroncore.dtypes import bfloat16, dtype_of
+from neuroncore import NkiValidationError
 from neuroncore.hardware import resolve_target
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.estimate.baselines import neuronmm
 from neuronmm_ops.estimate.ends import ENDS, ratios_of, spread, times_at
-from neuronmm_ops.estimate.launches import traced
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS
 from neuronmm_ops.measure.runner import run_all
 from neuronmm_ops.models import SHAPES, ModelShape, resolve_shape
 from neuronmm_ops.plan import Matrices, Problem, plan_problem
-from neuronmm_ops.plan.launches import planned_kernels
+from neuronmm_ops.plan.launches import PlannedKernel, TensorShape, planned_kernels
 from neuronmm_ops.rank import aligned_rank
 from neuronmm_ops.storages import STORAGES, dtype_name
 
@@ -265,26 +263,20 @@ def measure(candidate: KernelChoice) -> LaunchTimes | None:
     if candidate.blocks is not None:
         kernel, blocks = getattr(neuronmm, candidate.published), {"blocks": candidate.blocks}
         try:
-            operands = [TensorSpec(shape, bfloat16) for shape in _published_shapes(candidate)]
-            return _simulated(kernel, operands, problem.target, blocks)
+            shapes = [TensorShape(shape, DTYPE) for shape in _published_shapes(candidate)]
+            return _simulated(PlannedKernel(kernel, tuple(shapes), blocks), problem.target)
         except NkiValidationError:
             return None
     plan = plan_problem(problem)
     launches = planned_kernels(plan)
     of_tokens: dict[int, LaunchTimes] = {}
     for tokens, launch in dict(zip(plan.launches, launches, strict=True)).items():
-        specs = [o and TensorSpec(o.shape, dtype_of(o.dtype)) for o in launch.operands]
-        of_tokens[tokens] = _simulated(launch.kernel, specs, problem.target, launch.arguments)
+        of_tokens[tokens] = _simulated(launch, problem.target)
     return _added([of_tokens[tokens] for tokens in plan.launches])._replace(regret=plan.regret)
 
 
-def _simulated(
-    kernel: Kernel,
-    operands: Sequence[TensorSpec | None],
-    target: str,
-    arguments: dict[str, Any],
-) -> LaunchTimes:
-    profile = traced(kernel, operands, target, arguments)
+def _simulated(launch: PlannedKernel, target: str) -> LaunchTimes:
+    profile = launch.profile(target)
     found = [getattr(profile, field) for field in LaunchTimes._fields[1:-1]]
     return LaunchTimes(times_at(profile), *found)
 

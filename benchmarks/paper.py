@@ -4,12 +4,12 @@ from typing import Any
 
 from benchmarks.cases import paper
 from benchmarks.cases.figure1 import TARGET
-from neuroncore import NkiValidationError, Profile, TensorSpec
-from neuroncore.dtypes import bfloat16
+from neuroncore import NkiValidationError, Profile
 from neuroncore.hardware import DMA_MODELS
 from neuronmm_ops.compress.calibrate import Progress
-from neuronmm_ops.estimate.launches import of_op, traced
+from neuronmm_ops.estimate.launches import of_op
 from neuronmm_ops.measure.runner import run_all
+from neuronmm_ops.plan.launches import PlannedKernel, TensorShape
 
 RATIOS = {"time_ratio": "time_ms", "dma_ratio": "dma_ms", "hbm_ratio": "hbm_bytes"}
 FIELDS = (
@@ -82,12 +82,8 @@ def _profiles(case: paper.Figure) -> list[Profile]:
     """Of the launches that differ, and of all in our plan."""
     if case.run is not None:
         kernel, shapes, blocks, _ = case.run
-        operands = [TensorSpec(shape, bfloat16) for shape in shapes]
-        return [traced(kernel, operands, TARGET, {"blocks": blocks} if blocks else {})]
+        operands = tuple([TensorShape(shape, "bfloat16") for shape in shapes])
+        launch = PlannedKernel(kernel, operands, {"blocks": blocks} if blocks else {})
+        return [launch.profile(TARGET)]
     M, K, _, N = case.sizes
-    return [
-        traced(
-            p.kernel, [o and TensorSpec(o.shape, bfloat16) for o in p.operands], TARGET, p.arguments
-        )
-        for p in of_op("xw", M, ((K, N),), "bfloat16", TARGET, 1)
-    ]
+    return [p.profile(TARGET) for p in of_op("xw", M, ((K, N),), "bfloat16", TARGET, 1)]

@@ -27,6 +27,7 @@ from tiny_model import (
 
 from benchmarks.cases import end_to_end
 from neuroncore import NkiValidationError
+from neuronmm_ops.estimate import attention
 from neuronmm_ops.estimate.baselines import neuronmm
 from neuronmm_ops.estimate.ends import ENDS, spread
 from neuronmm_ops.estimate.launches import Tracer
@@ -207,6 +208,13 @@ def test_some_of_query_key_and_value_are_low_rank():
         [(1, 512), (512, 512)],
         [(1, 512), (512, 128), (128, 512)],
     ]
+
+
+def test_a_long_prompt_takes_all_launches_of_its_attention(monkeypatch):
+    monkeypatch.setattr(attention, "MAX_INSTRUCTIONS", 1)
+    parts = decoder(tp=1).parts(40, {40: 1.0})
+    (way,) = next(part.ways for part in parts if part.component == "attention")
+    assert [launch.operands[1].shape[1] for launch in way.launches] == [1] * TINY.kv_heads
 
 
 @given(first=st.integers(1, 5000), size=st.integers(0, 600), slope=st.floats(-1, 1))

@@ -5,10 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import neuroncore as nc
-from neuroncore.dtypes import dtype_of
-from neuronmm_ops.plan.launches import PlannedKernel
-
 EPS = 1e-6
 
 
@@ -61,12 +57,6 @@ def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     weights = scores.masked_fill(later, -torch.inf).softmax(-1)
     mixed = (weights @ v[:, :, None]).reshape(B, H, M, d)
     return mixed.transpose(1, 2).reshape(B * M, H * d)
-
-
-def traced(plan: PlannedKernel, target: str) -> Any:
-    """The profile of a planned launch."""
-    specs = [o and nc.TensorSpec(o.shape, dtype_of(o.dtype)) for o in plan.operands]
-    return nc.simulate(plan.kernel, *specs, target=target, mode="trace", **plan.arguments).profile
 
 
 def on(kernel: Any, lnc: int) -> Any:

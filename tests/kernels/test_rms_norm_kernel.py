@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from attending import traced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.cases import CORES, DTYPES
@@ -84,7 +83,7 @@ def test_what_is_not_a_number_stays_in_its_token():
 
 
 def test_each_byte_is_moved_once_beside_the_weight():
-    profile = traced(plan_rms_norm(300, 1024, residual=True, target="trn2"), "trn2")
+    profile = plan_rms_norm(300, 1024, residual=True, target="trn2").profile("trn2")
     traffic = {t.name: t.read_bytes for t in profile.tensors}
     assert traffic["x"] == traffic["residual"] == 300 * 1024 * 2
     assert traffic["weight"] <= 128 * 1024 * 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from neuroncore.hardware import DEFAULT_TARGET, resolve_target
 from neuronmm_ops.kernels.attention.units import Shape, problem_of
 from neuronmm_ops.kernels.problem import ITEMSIZES
@@ -65,9 +63,9 @@ def plan_attention(
         lnc: cores that share the launch.
 
     Returns:
-        One kernel, whose first result is [batch * M, heads * head_dim]. Long prompts have more
-        instructions than compilers take: `launches` then says how often it runs, each time on
-        other key heads and their queries, with their columns of the result.
+        One launch, whose first result is [batch * M, heads * head_dim]. Long prompts have more
+        instructions than compilers take: the kernel then runs several times, each time on other
+        key heads and their queries, with their columns of the result.
 
     Raises:
         ValueError: sizes that are no attention, M neither 1 nor T, or T too long for SBUF.
@@ -81,7 +79,7 @@ def plan_attention(
         _cost(planned, shape, dtype, target)
         return [planned]
     heads = _launched_heads(shape, dtype, target, lnc)
-    return [replace(_prefill(shape, dtype, lnc, heads), launches=kv_heads // heads)]
+    return [_prefill(shape, dtype, lnc, heads)] * (kv_heads // heads)
 
 
 def _decode(shape: Shape, head_norm: bool, dtype: str, lnc: int) -> PlannedKernel:
@@ -97,7 +95,7 @@ def _decode(shape: Shape, head_norm: bool, dtype: str, lnc: int) -> PlannedKerne
         weight,
     )
     kernel = simulated_kernel("attention", "attention_decode", lnc)
-    return PlannedKernel("attention_decode", kernel, operands, {})
+    return PlannedKernel(kernel, operands, {})
 
 
 def _prefill(shape: Shape, dtype: str, lnc: int, kv_heads: int) -> PlannedKernel:
@@ -109,7 +107,7 @@ def _prefill(shape: Shape, dtype: str, lnc: int, kv_heads: int) -> PlannedKernel
         TensorShape((B, kv_heads, M, d), dtype),
     )
     kernel = simulated_kernel("attention", "attention", lnc)
-    return PlannedKernel("attention", kernel, operands, {})
+    return PlannedKernel(kernel, operands, {})
 
 
 def _launched_heads(shape: Shape, dtype: str, target: str, lnc: int) -> int:

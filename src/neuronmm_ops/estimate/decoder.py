@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 from neuronmm_ops.estimate.attention import plan_attention
-from neuronmm_ops.estimate.launches import Way, of_plans
+from neuronmm_ops.estimate.launches import Way
 from neuronmm_ops.estimate.layer import PARTS, Mlp, Part
 from neuronmm_ops.estimate.layouts import GROUPS
 from neuronmm_ops.estimate.linears import HEAD, Linear
@@ -101,15 +101,15 @@ class Decoder(Ranks):
         heads |= {"head_dim": own.head_dim, "head_norm": own.head_norm, "batch": self.batch}
 
         def norm(rows: int, residual: bool) -> list[Way]:
-            return [Way(of_plans([plan_rms_norm(rows, H, residual=residual, **machine)]))]
+            return [Way((plan_rms_norm(rows, H, residual=residual, **machine),))]
 
         # the first has no residual yet; the last is of each sequence's last token alone
         yield Component("norm", norm(M, False), 1)
         yield Component("norm", norm(M, True), 2 * layers - 1)
         yield Component("norm", norm(self.batch, True), 1)
-        yield Component("rope", [Way(of_plans(plan_rope(tokens, **heads)))], layers)
+        yield Component("rope", [Way(tuple(plan_rope(tokens, **heads)))], layers)
         for T, share in lengths.items():
-            attention = Way(of_plans(plan_attention(tokens, T, **heads)))
+            attention = Way(tuple(plan_attention(tokens, T, **heads)))
             yield Component("attention", [attention], layers * share)
         for number, part in enumerate(self.layers):
             yield Component(part.component, part.ways(M), part.layers, number)

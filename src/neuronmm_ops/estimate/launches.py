@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from neuroncore import Kernel, Profile, TensorSpec, simulate
-from neuroncore.dtypes import dtype_of
 from neuronmm_ops.estimate.ends import ENDS, times_at
 from neuronmm_ops.estimate.exchange import Collective
 from neuronmm_ops.estimate.layouts import Group, Layout
 from neuronmm_ops.plan import Matrices, Other, plan_op
-from neuronmm_ops.plan.launches import PlannedKernel, TensorShape, planned_kernels
-
-
-@dataclass(frozen=True)
-class KernelLaunch:
-    """A kernel, on as many cores as it takes, with its operands and its compile-time arguments."""
-
-    kernel: Kernel
-    operands: tuple[TensorShape | None, ...]
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What two launches that take the same time have in common."""
-        arguments = repr(sorted(self.arguments.items()))
-        return self.kernel.func, self.kernel.lnc, self.operands, arguments
+from neuronmm_ops.plan.launches import PlannedKernel, planned_kernels
 
 
 class Way(NamedTuple):
@@ -39,7 +21,7 @@ class Way(NamedTuple):
         layouts: of the weights by group, with tensor parallel.
     """
 
-    launches: tuple[KernelLaunch, ...] = ()
+    launches: tuple[PlannedKernel, ...] = ()
     collectives: tuple[Collective, ...] = ()
     layouts: tuple[tuple[Group, Layout], ...] = ()
 
@@ -85,25 +67,21 @@ class Tracer:
     def __init__(self, target: str, cores_busy: int = 1) -> None:
         self.target, self.cores_busy = target, cores_busy
 
-    def launch(self, launch: KernelLaunch) -> PassCost:
+    def launch(self, launch: PlannedKernel) -> PassCost:
         """The cost of a launch.
 
         Raises:
             NkiValidationError: the kernel breaks a rule of the target, or does not fit on it.
         """
-        key = self.target, self.cores_busy, *launch.key
+        kernel, arguments = launch.kernel, repr(sorted(launch.arguments.items()))
+        on = self.target, self.cores_busy
+        key = (*on, kernel.func, kernel.lnc, launch.operands, arguments)
         if key not in _traced:
-            operands = [
-                None if operand is None else TensorSpec(operand.shape, dtype_of(operand.dtype))
-                for operand in launch.operands
-            ]
-            profile = traced(
-                launch.kernel, operands, self.target, launch.arguments, self.cores_busy
-            )
+            profile = launch.profile(self.target, self.cores_busy)
             _traced[key] = PassCost(times_at(profile), profile.hbm_bytes)
         return _traced[key]
 
-    def launches(self, launches: Iterable[KernelLaunch]) -> PassCost:
+    def launches(self, launches: Iterable[PlannedKernel]) -> PassCost:
         """The cost of launches that follow each other."""
         total = PassCost()
         for launch in launches:
@@ -122,11 +100,6 @@ class Tracer:
         return ways[regrets.index(min(regrets))]
 
 
-def of_plans(plans: Sequence[PlannedKernel]) -> tuple[KernelLaunch, ...]:
-    """The launches of planned kernels."""
-    return tuple([KernelLaunch(plan.kernel, plan.operands, plan.arguments) for plan in plans])
-
-
 def of_op(
     op: str,
     M: int,
@@ -136,7 +109,7 @@ def of_op(
     lnc: int,
     weight_dtype: str = "",
     others: tuple[Other, ...] = (),
-) -> tuple[KernelLaunch, ...]:
+) -> tuple[PlannedKernel, ...]:
     """The launches of an op's plan, without bias; the arguments are those of `plan_op`.
 
     Raises:
@@ -144,27 +117,4 @@ def of_op(
     """
     machine = (dtype, target, lnc)
     plan = plan_op(op, M, matrices, *machine, weight_dtype=weight_dtype, others=others)
-    return of_plans(planned_kernels(plan))
-
-
-def traced(
-    kernel: Kernel,
-    operands: Sequence[Any],
-    target: str,
-    arguments: dict[str, Any] | None = None,
-    cores_busy: int = 1,
-) -> Profile:
-    """The modelled profile of one launch; no values are computed.
-
-    Args:
-        kernel: what is launched.
-        operands: its tensors, `TensorSpec` each, or None.
-        target: trn1, trn2 or trn3.
-        arguments: its compile-time arguments by name.
-        cores_busy: NeuronCores of the chip that share its HBM.
-
-    Raises:
-        NkiValidationError: the kernel breaks a rule of the target, or does not fit on it.
-    """
-    options = {"target": target, "mode": "trace", "cores_busy": cores_busy}
-    return simulate(kernel, *operands, **options, **(arguments or {})).profile
+    return tuple(planned_kernels(plan))

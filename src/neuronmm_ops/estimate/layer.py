@@ -14,12 +14,12 @@ from typing import Literal
 
 from neuroncore import Kernel, NkiValidationError
 from neuronmm_ops.estimate.baselines import elementwise, matmul, neuronmm
-from neuronmm_ops.estimate.launches import KernelLaunch, Way
+from neuronmm_ops.estimate.launches import Way
 from neuronmm_ops.estimate.layouts import GROUPS, Group, Layout, exchanged, factors
 from neuronmm_ops.estimate.linears import DTYPE, MLP, QKV, Linear
 from neuronmm_ops.estimate.ranks import Ranks
 from neuronmm_ops.plan import mlp_matrices
-from neuronmm_ops.plan.launches import TensorShape
+from neuronmm_ops.plan.launches import PlannedKernel, TensorShape
 
 Mlp = Literal["ours", "published"]
 DIVIDES: tuple[Layout, ...] = ("one", "both", "rows")
@@ -114,17 +114,17 @@ class Part:
             for last in self._lasts(M, "down")
         ]
 
-    def _fused(self, M: int, ranks: tuple[int, int, int]) -> tuple[KernelLaunch, ...]:
+    def _fused(self, M: int, ranks: tuple[int, int, int]) -> tuple[PlannedKernel, ...]:
         """A low-rank MLP in one launch."""
         gate = self.own("gate_proj")
         return self.on.op("svd_mlp", M, mlp_matrices(gate.K, ranks, gate.N, gate.K), gate.stored)
 
-    def _apart(self, M: int) -> tuple[KernelLaunch, ...]:
+    def _apart(self, M: int) -> tuple[PlannedKernel, ...]:
         """gate, up, their product, and down, each stored as it is."""
         gate, up, down = [self._linear(M, self.own(name)) for name in MLP]
         return (*gate, *up, self._product(M), *down)
 
-    def _between(self, M: int) -> tuple[KernelLaunch, ...]:
+    def _between(self, M: int) -> tuple[PlannedKernel, ...]:
         """The MLP without u of gate and up, and without v of down."""
         gate, up, down = every = [self.own(name) for name in MLP]
         if not _alike(every):
@@ -141,8 +141,8 @@ class Part:
             return tuple([TensorShape(size, DTYPE) for size in sizes])
 
         if r is None:
-            up = KernelLaunch(matmul.tutorial_fitted, shapes((H, M), (H, I)))
-            down = KernelLaunch(matmul.tutorial_fitted, shapes((I, M), (I, H)))
+            up = PlannedKernel(matmul.tutorial_fitted, shapes((H, M), (H, I)))
+            down = PlannedKernel(matmul.tutorial_fitted, shapes((I, M), (I, H)))
             return [Way((up, up, self._product(M), down))]
         up, down = shapes((M, H), (H, r), (r, I), (H, r), (r, I)), shapes((I, M), (I, r), (r, H))
         ups = self._fitting(
@@ -155,10 +155,10 @@ class Part:
 
     def _fitting(
         self, kernel: Kernel, operands: tuple[TensorShape, ...], blocks: Sequence[neuronmm.Blocks]
-    ) -> list[KernelLaunch]:
+    ) -> list[PlannedKernel]:
         """A published kernel in each of its blocks that fits; NkiValidationError if none does."""
         launches = [
-            KernelLaunch(kernel, operands, {"blocks": choice}) for choice in dict.fromkeys(blocks)
+            PlannedKernel(kernel, operands, {"blocks": choice}) for choice in dict.fromkeys(blocks)
         ]
         refused = [self._refusal(launch) for launch in launches]
         found = [launch for launch, error in zip(launches, refused, strict=True) if error is None]
@@ -166,7 +166,7 @@ class Part:
             raise refused[0]
         return found
 
-    def _refusal(self, launch: KernelLaunch) -> NkiValidationError | None:
+    def _refusal(self, launch: PlannedKernel) -> NkiValidationError | None:
         """Why a launch does not run on the target."""
         try:
             self.on.tracer.launch(launch)
@@ -219,30 +219,30 @@ class Part:
 
     # --- launches
 
-    def _linear(self, M: int, own: Linear) -> tuple[KernelLaunch, ...]:
+    def _linear(self, M: int, own: Linear) -> tuple[PlannedKernel, ...]:
         """A Linear by itself."""
         return self.on.op("xw" if own.r is None else "xuv", M, own.shapes, own.stored)
 
-    def _second(self, M: int, own: Linear) -> tuple[KernelLaunch, ...]:
+    def _second(self, M: int, own: Linear) -> tuple[PlannedKernel, ...]:
         """A Linear without the first factor of its pair."""
         return self.on.op("xw", M, own.shapes[-1:], own.stored)
 
-    def _beside(self, M: int, dense: Sequence[Linear]) -> tuple[KernelLaunch, ...]:
+    def _beside(self, M: int, dense: Sequence[Linear]) -> tuple[PlannedKernel, ...]:
         """One product with the matrices that are stored alike side by side."""
-        launches: list[KernelLaunch] = []
+        launches: list[PlannedKernel] = []
         for stored in dict.fromkeys([each.stored for each in dense]):
             same = [each for each in dense if each.stored == stored]
             matrix = same[0].K, sum([each.N for each in same])
             launches += self.on.op("xw", M, (matrix,), stored)
         return tuple(launches)
 
-    def _product(self, M: int) -> KernelLaunch:
+    def _product(self, M: int) -> PlannedKernel:
         side = TensorShape((M, self.own("gate_proj").N), DTYPE)
-        return KernelLaunch(self.on.on_cores(elementwise.gated_product), (side, side))
+        return PlannedKernel(self.on.on_cores(elementwise.gated_product), (side, side))
 
-    def _own_columns(self, M: int, K: int) -> KernelLaunch:
+    def _own_columns(self, M: int, K: int) -> PlannedKernel:
         kernel = self.on.on_cores(elementwise.own_columns)
-        return KernelLaunch(kernel, (TensorShape((M, K), DTYPE),), {"parts": self.on.tp})
+        return PlannedKernel(kernel, (TensorShape((M, K), DTYPE),), {"parts": self.on.tp})
 
 
 def _split(linears: Iterable[Linear]) -> tuple[list[Linear], list[Linear]]:

@@ -10,11 +10,12 @@ from typing import Any
 from neuroncore import Kernel
 from neuroncore.hardware import resolve_target
 from neuronmm_ops.estimate.exchange import Collectives
-from neuronmm_ops.estimate.launches import KernelLaunch, Tracer, of_op
+from neuronmm_ops.estimate.launches import Tracer, of_op
 from neuronmm_ops.estimate.layouts import LAYOUTS, Layout
 from neuronmm_ops.estimate.linears import DTYPE, divided
 from neuronmm_ops.models import ModelShape
 from neuronmm_ops.plan import Matrices, Other
+from neuronmm_ops.plan.launches import PlannedKernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class Ranks:
 
     def op(
         self, op: str, M: int, matrices: Matrices, stored: str, others: tuple[Other, ...] = ()
-    ) -> tuple[KernelLaunch, ...]:
+    ) -> tuple[PlannedKernel, ...]:
         """The launches of an op's plan on a rank; the arguments are those of `of_op`."""
         return of_op(op, M, matrices, DTYPE, self.target, self.lnc, stored, others)
 

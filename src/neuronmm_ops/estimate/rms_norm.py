@@ -49,7 +49,7 @@ def _planned(problem: Problem, residual: bool) -> PlannedKernel:
     least = (1 + 2 * (2 + residual)) * problem.itemsize * H // problem.machine.planned_sbuf_bytes
     divisors = [parts for parts in range(least + 1, min(H, PARTITIONS) + 1) if H % parts == 0]
     choices = [
-        PlannedKernel("rms_norm", kernel, operands, {"parts": parts})
+        PlannedKernel(kernel, operands, {"parts": parts})
         for parts in divisors
         if parts <= MOST_PARTS * divisors[0] or parts * problem.core_tokens[0] <= PARTITIONS
     ]

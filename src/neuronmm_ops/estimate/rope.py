@@ -60,7 +60,7 @@ def plan_rope(
     )
     kernel = simulated_kernel("rope", "rope", lnc)
     for block in BLOCKS:
-        planned = PlannedKernel("rope", kernel, operands, {"block": block})
+        planned = PlannedKernel(kernel, operands, {"block": block})
         if planned.cost(target) is not None:
             return [planned]
     raise ValueError(

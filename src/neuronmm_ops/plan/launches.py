@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from neuroncore import Kernel, TensorSpec
+from neuroncore import Kernel, Profile, TensorSpec, simulate
 from neuroncore.dtypes import dtype_of
 from neuronmm_ops.kernels.problem import Plan
 from neuronmm_ops.kernels.simulated import simulated_kernel
@@ -30,23 +30,36 @@ class PlannedKernel:
     """One launch of a kernel.
 
     Attributes:
-        name: of the kernel.
-        kernel: the function, on as many cores as it was planned for.
+        kernel: the function, on as many cores as it takes.
         operands: its tensors in order; None where one is left out.
         arguments: its compile-time arguments by name.
-        launches: how often it runs in a row, on parts of that size.
     """
 
-    name: str
     kernel: Kernel
     operands: tuple[TensorShape | None, ...]
-    arguments: dict[str, Any]
-    launches: int = 1
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def specs(self) -> list[TensorSpec | None]:
+        """The operands as the simulator takes them."""
+        return [o and TensorSpec(o.shape, dtype_of(o.dtype)) for o in self.operands]
 
     def cost(self, target: str) -> Cost | None:
         """What one launch costs; None where the simulated core refuses it."""
-        specs = [o and TensorSpec(o.shape, dtype_of(o.dtype)) for o in self.operands]
-        return trace(self.kernel, specs, target, self.arguments)
+        return trace(self.kernel, self.specs, target, self.arguments)
+
+    def profile(self, target: str, cores_busy: int = 1) -> Profile:
+        """The modelled profile of one launch; no values are computed.
+
+        Args:
+            target: trn1, trn2 or trn3.
+            cores_busy: NeuronCores of the chip that share its HBM.
+
+        Raises:
+            NkiValidationError: the kernel breaks a rule of the target, or does not fit on it.
+        """
+        options = {"target": target, "mode": "trace", "cores_busy": cores_busy}
+        return simulate(self.kernel, *self.specs, **options, **self.arguments).profile
 
 
 def planned_kernels(plan: Plan) -> list[PlannedKernel]:
@@ -56,7 +69,7 @@ def planned_kernels(plan: Plan) -> list[PlannedKernel]:
     for tokens in plan.launches:
         specs = operands_of(replace(problem, M=tokens), kernel)
         operands = tuple([spec and TensorShape(spec.shape, str(spec.dtype)) for spec in specs])
-        found.append(PlannedKernel(plan.kernel, kernel, operands, plan.arguments))
+        found.append(PlannedKernel(kernel, operands, plan.arguments))
     return found
 
 

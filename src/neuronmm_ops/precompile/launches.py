@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from neuroncore import NkiValidationError
-from neuronmm_ops.estimate.launches import KernelLaunch
 from neuronmm_ops.estimate.subject import Options, prepared
+from neuronmm_ops.plan.launches import PlannedKernel
 
 DECODE_CACHE = 2048
 """Tokens that the cache of decode's attention holds at least."""
@@ -50,7 +50,7 @@ def launches_of(model: str, tokens: Sequence[int], options: Options) -> list[dic
     return list(found.values())
 
 
-def _request(launch: KernelLaunch, target: str) -> dict[str, Any]:
+def _request(launch: PlannedKernel, target: str) -> dict[str, Any]:
     return {
         "module": launch.kernel.func.__module__,
         "kernel": launch.kernel.func.__name__,
