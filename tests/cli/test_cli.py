@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from outcomes import refused
+from tiny import tiny_directory
 
 from neuronmm_ops import CheckpointError, CompressionWarning
 
@@ -55,6 +56,16 @@ def test_defects_exit_with_1_and_debug_shows_them(run, dense, text, monkeypatch)
     )
     with pytest.raises(ZeroDivisionError):
         run("eval", dense, "--text", text, "--debug")
+
+
+def test_a_model_that_cannot_run_is_no_defect_of_ours(run, tmp_path):
+    """It saves and loads, but 4 heads share no 3 keys."""
+    tiny_directory(tmp_path, num_attention_heads=4, num_key_value_heads=3)
+    refused(
+        run("generate", tmp_path, "--prompt", "x", "--new-tokens", 1),
+        "the model's own code fails (RuntimeError: ",
+        "check that its config.json",
+    )
 
 
 def test_a_panic_of_a_native_library_is_one_line(run, monkeypatch):

@@ -2,8 +2,10 @@
 
 import contextlib
 import logging
+import traceback
 import warnings
 from collections.abc import Generator
+from pathlib import Path
 from time import monotonic
 
 from neuroncore.cli import console
@@ -15,6 +17,8 @@ from neuronmm_ops.errors import (
     WorkerLostError,
 )
 from neuronmm_ops.progress import SECONDS_BETWEEN_LINES
+
+_PACKAGE = Path(__file__).parents[1]
 
 
 @contextlib.contextmanager
@@ -76,6 +80,12 @@ def explain(error: BaseException) -> tuple[str, int]:
         return one_line(error), 2
     if type(error).__name__ == "PanicException":
         return f"a native library gave up ({one_line(error)}); copy the tokenizer's files again", 2
+    if _is_of_the_model(error):
+        return (
+            f"the model's own code fails ({type(error).__name__}: {one_line(error)}); check that "
+            "its config.json fits its weights and this version of Transformers",
+            2,
+        )
     return console.explain(error)
 
 
@@ -89,3 +99,13 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _lacks_threads(error: BaseException) -> bool:
     texts = ("can't start new thread", "Resource temporarily unavailable", "ThreadPoolBuildError")
     return any(text in str(error) for text in texts)
+
+
+def _is_of_the_model(error: BaseException) -> bool:
+    """Say whether it came out of a model's code in Transformers, by no further call of ours."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if Path(frame.filename).is_relative_to(_PACKAGE):
+            return False
+        if "transformers/models/" in Path(frame.filename).as_posix():
+            return True
+    return False
