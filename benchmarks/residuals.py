@@ -41,6 +41,8 @@ ROUNDS = (0, 4)
 """How often Q is rounded: 0 is once, of the matrix; others of what a first `U V` leaves."""
 RATIOS = (0.2, 0.4, 0.6)
 PAIRS = ("int8", "int4")
+SHARES = (0.5, 0.33, 0.26, 0.2)
+"""Of bfloat16's bytes, for storage `auto`."""
 
 
 class Grid(WeightStorage):
@@ -126,6 +128,7 @@ def measure(
     characters: int = CHARACTERS,
     ranks: Sequence[int] = RANKS,
     ratios: Sequence[float] = RATIOS,
+    shares: Sequence[float] = SHARES,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Round all Linears of a trained model's layers in each way and compare predictions.
@@ -135,12 +138,14 @@ def measure(
         characters: of each text to evaluate on.
         ranks: of `U V`.
         ratios: of pairs without Q.
+        shares: of bfloat16's bytes, budgets of storage `auto`.
         progress: told `("residuals", models done, models in all)`.
 
     Returns:
-        For each way and text: `kind` (`dense`, `residual`, or `pair` without Q), `storage` (of the
-        matrix, of Q, or of the pair), `group` (rows that share a scale, None for all), `rank` and
-        `rounds` (of `U V`; None for others), `ratio` (of pairs), `bytes` (relative to bfloat16,
+        For each way and text: `kind` (`dense`, `residual`, `pair` without Q, or `auto`, the
+        product's own choice for each matrix), `storage` (of the matrix, of Q, or of the pair),
+        `group` (rows that share a scale, None for all), `rank` and `rounds` (of `U V`; None for
+        others), `ratio` (of pairs and the budget), `bytes` (relative to bfloat16,
         scales included), `text`, what `divergence.measured` measures, and `quotient`: KL by that of
         `best_of` the reference.
     """
@@ -157,9 +162,9 @@ def measure(
     calibration = trial.calibration.read_text(encoding="utf-8")
     batches = hf.calibration_batches(tokenizer, calibration, TOKENS // seqlen, seqlen)
     rows: list[dict[str, Any]] = []
-    total = len(REFERENCE) + len(FINER) + len(PAIRS) * len(ratios)
+    total = len(REFERENCE) + len(FINER) + len(PAIRS) * len(ratios) + len(shares)
     total += len(COARSE) * len(ranks) * len(ROUNDS)
-    for done, found in enumerate(_candidates(dense, batches, ranks, ratios), start=1):
+    for done, found in enumerate(_candidates(dense, batches, ranks, ratios, shares), start=1):
         labels = {**found.labels, "bytes": found.share}
         rows += [
             {**labels, "text": name, **measured(found.model, text)} for name, text in known.items()
@@ -201,8 +206,8 @@ def best_of(points: Sequence[tuple[float, float]], share: float) -> float | None
 
 def label(row: dict[str, Any]) -> str:
     """Say what a row is of."""
-    if row["kind"] == "pair":
-        return f"pair {row['storage']}, ratio {row['ratio']:g}"
+    if row["kind"] in ("pair", "auto"):
+        return f"{row['kind']} {row['storage'] or 'storage'}, ratio {row['ratio']:g}"
     of_groups = f" g{row['group']}" if row["group"] else ""
     if row["kind"] == "dense":
         return f"dense {row['storage']}{of_groups}"
@@ -211,7 +216,11 @@ def label(row: dict[str, Any]) -> str:
 
 
 def _candidates(
-    dense: nn.Module, batches: Sequence[Tensor], ranks: Sequence[int], ratios: Sequence[float]
+    dense: nn.Module,
+    batches: Sequence[Tensor],
+    ranks: Sequence[int],
+    ratios: Sequence[float],
+    shares: Sequence[float],
 ) -> Iterator[RoundedModel]:
     """Yield every model: `REFERENCE` first."""
     linears = select_targets(dense, SVDConfig(targets=TARGETS)).linears
@@ -238,11 +247,19 @@ def _candidates(
         labels = {"storage": stored.name, "group": stored.group}
         yield candidate(found, kind="residual", **labels, rounds=rounds, rank=rank)
     dtypes = dict.fromkeys(linears, torch.bfloat16)
-    for storage, ratio in product(PAIRS, ratios):
-        config = SVDConfig(ratio=ratio, storage=storage, targets=TARGETS, block=8)
+    config_of = partial(SVDConfig, targets=TARGETS, block=8)
+    configs = [
+        ("pair", storage, config_of(ratio=ratio, storage=storage))
+        for storage, ratio in product(PAIRS, ratios)
+    ]
+    configs += [
+        ("auto", None, config_of(ratio=1 - share, storage="auto", budget="bytes"))
+        for share in shares
+    ]
+    for kind, storage, config in configs:
         model = copy.deepcopy(dense)
         report = compress_(model, config, batches, dtypes=dtypes)
-        labels = {"kind": "pair", "storage": storage, "ratio": ratio}
+        labels = {"kind": kind, "storage": storage, "ratio": config.ratio}
         share = sum(layer.bytes for layer in report.layers) / size
         yield RoundedModel(NO_LABELS | labels, model, share)
 

@@ -29,7 +29,8 @@ def test_the_best_dense_at_the_same_bytes(share, expected):
 
 @pytest.fixture(scope="module")
 def rows():
-    return residuals.measure(TRIALS["converged"], characters=3000, ranks=(16,), ratios=(0.4,))
+    few = {"ranks": (16,), "ratios": (0.4,), "shares": (0.4, 0.24)}
+    return residuals.measure(TRIALS["converged"], characters=3000, **few)
 
 
 def of(rows, **labels):
@@ -39,10 +40,16 @@ def of(rows, **labels):
 
 def test_dense_is_better_at_the_same_bytes(rows):
     """Of ways to spend bytes on a matrix, a low-rank correction is none."""
-    others = [row for row in rows if row["kind"] != "dense"]
+    others = [row for row in rows if row["kind"] in ("residual", "pair")]
     assert len(others) == 3 * 2 + 2
     assert min(row["quotient"] for row in others) > 1.5
     assert max(row["bytes"] for row in others) < 0.5
+
+
+def test_the_own_choice_is_within_its_budget_and_below_pairs_alone(rows):
+    many, few = (row for row in rows if row["kind"] == "auto")
+    assert [many["bytes"], few["bytes"]] == pytest.approx([0.4, 0.24], rel=0.03)
+    assert many["kl"] < few["kl"] < of(rows, kind="pair", storage="int4")["kl"]
 
 
 @pytest.mark.parametrize("storage", ["int2", "int3", "int4"])
@@ -59,5 +66,10 @@ def test_the_table(run, rows, monkeypatch):
     monkeypatch.setattr(residuals, "run", lambda progress: [{"trial": "one", **r} for r in rows])
     assert json.loads(run("residuals", "--json").out)[0]["trial"] == "one"
     shown = run("residuals").out
-    for label in ("dense int4 g128", "int3 g128 + rank 16, 4 rounds", "pair int8, ratio 0.4"):
+    for label in (
+        "dense int4 g128",
+        "int3 g128 + rank 16, 4 rounds",
+        "pair int8, ratio 0.4",
+        "auto storage, ratio 0.76",
+    ):
         assert label in shown
