@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from neuronmm_ops.hf.loading import load
-from neuronmm_ops.nn import CompressedLinear, relayout_
+from neuronmm_ops.nn import CompressedLinear, pack_, relayout_
 from neuronmm_ops.ops.backends.cpu import compute_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -20,7 +20,10 @@ AUTO = "auto"
 
 
 def load_computing(
-    model: str | Path, dtype: str = AUTO, device: torch.device | str = "cpu", tp: int = 1
+    model: str | Path,
+    dtype: str | torch.dtype = AUTO,
+    device: torch.device | str = "cpu",
+    tp: int = 1,
 ) -> PreTrainedModel:
     """Load a causal LM onto a device, in the dtype that it is to compute in; for reading only.
 
@@ -28,8 +31,8 @@ def load_computing(
 
     Args:
         model: a local directory, or a hub id.
-        dtype: `float32`, `bfloat16`, `float16`, or `auto`: the model's own where the device
-            multiplies that fast and otherwise float32.
+        dtype: torch's, or `float32`, `bfloat16`, `float16`, or `auto`: the model's own where the
+            device multiplies that fast and otherwise float32.
         device: of torch, such as `cpu` or `cuda:1`.
         tp: processes that divide the model, see `load`.
 
@@ -49,6 +52,17 @@ def load_computing(
     if tp == 1 and place.type == "cpu":
         relayout_(loaded)  # after the cast: the quicker order is the dtype's
     return loaded
+
+
+def load_packed(
+    model: str | Path,
+    dtype: str | torch.dtype = AUTO,
+    device: torch.device | str = "cpu",
+    tp: int = 1,
+) -> PreTrainedModel:
+    """Do what `load_computing` does; on the CPU of one process pack the model, see `nn.pack_`."""
+    loaded = load_computing(model, dtype, device, tp)
+    return pack_(loaded) if loaded.device.type == "cpu" and tp == 1 else loaded
 
 
 def load_on(model: str | Path, device: torch.device) -> PreTrainedModel:
@@ -93,8 +107,12 @@ def _check_place(device: torch.device) -> None:
         )
 
 
-def dtype_of(dtype: str, model: nn.Module, device: torch.device | None = None) -> torch.dtype:
+def dtype_of(
+    dtype: str | torch.dtype, model: nn.Module, device: torch.device | None = None
+) -> torch.dtype:
     """Return the dtype of a name; of `auto` for a model in its own, on its or another device."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
     if dtype == AUTO:
         weight = next(p for p in model.parameters() if p.is_floating_point())
         return compute_dtype(weight.dtype, device or weight.device)

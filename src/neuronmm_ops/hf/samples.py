@@ -4,10 +4,9 @@ Data-free distillation, as LLM-QAT's (Liu et al., arXiv 2305.17888).
 """
 
 import math
-from collections.abc import Generator
-from contextlib import contextmanager
 from time import monotonic
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -41,7 +40,8 @@ def samples(
         raise NonFiniteError("the dense model's logits must be finite, got NaN or Inf")
     config = GenerationConfig(do_sample=True, top_k=0, max_length=seqlen, pad_token_id=0)
     due, missing, done = monotonic() + seconds, -(-tokens // seqlen), [ids[:0]]
-    with _generating_by(dense, config), torch.random.fork_rng(devices=_gpus(dense)):
+    # In place of the model's own, of which `generate(generation_config=...)` would let some in.
+    with patch.object(dense, "generation_config", config), torch.random.fork_rng(_gpus(dense)):
         torch.manual_seed(seed)
         while missing > 0 and (left := due - monotonic()) > 0:
             starts = torch.randint(len(ids) - PROMPT_TOKENS + 1, (min(ROWS, missing), 1))
@@ -54,17 +54,6 @@ def samples(
             done.append(rows.flatten().to(ids.device))
             missing -= len(rows)
     return torch.cat(done)
-
-
-@contextmanager
-def _generating_by(model: PreTrainedModel, config: GenerationConfig) -> Generator[None]:
-    """Let nothing of the model's own config in, as `generate(generation_config=...)` would."""
-    own = model.generation_config
-    model.generation_config = config
-    try:
-        yield
-    finally:
-        model.generation_config = own
 
 
 def _gpus(model: PreTrainedModel) -> list[torch.device]:

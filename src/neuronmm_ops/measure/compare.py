@@ -18,12 +18,11 @@ from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.report import CompressionReport
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
 from neuronmm_ops.eval import block_length, encode_documents, token_perplexity
-from neuronmm_ops.hf.computing import cast_, load_computing, load_on
+from neuronmm_ops.hf.computing import load_packed
 from neuronmm_ops.hf.loading import load_tokenizer, local_directory
 from neuronmm_ops.hf.provenance import RUN_FILE, read_run
 from neuronmm_ops.manifest import check_weights, installed_versions
 from neuronmm_ops.measure.speed import PairedSpeed, TimedPhase, paired_speed
-from neuronmm_ops.nn import pack_
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.progress import in_notebook, named, progress_bars
 
@@ -85,7 +84,7 @@ def run(
         raise CheckpointError(f"{dense} is compressed or quantized; give the dense model")
     ids = _encoded(texts, dense, paths)
 
-    base: Any = _packed(load_computing(dense, dtype, device))
+    base: Any = load_packed(dense, dtype, device)
     seqlen = block_length(base, seqlen, least=2)
     with progress_bars() if progress is None and in_notebook() else nullcontext(progress) as tell:
         setting = _Setting(base, ids, seqlen, rounds, tell)
@@ -153,9 +152,7 @@ class _Setting:
 
     def measured(self, path: Path, report: CompressionReport) -> _Measured:
         """Load a checkpoint, measure it, and let go of it."""
-        model: Any = load_on(path, self.base.device)
-        cast_(model, self.base.dtype)
-        model = _packed(model)
+        model: Any = load_packed(path, self.base.dtype, self.base.device)
         ppl = self.perplexities(model, path)
         speed = paired_speed(
             self.base,
@@ -190,11 +187,6 @@ class _Setting:
             "threads": torch.get_num_threads(),
             "versions": installed_versions("neuronmm-ops", "torch", "transformers"),
         }
-
-
-def _packed(model: Any) -> Any:
-    """Return the model as `neuronmm generate` runs it."""
-    return pack_(model) if model.device.type == "cpu" else model
 
 
 def _dense_row(

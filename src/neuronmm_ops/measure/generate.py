@@ -23,13 +23,12 @@ from neuronmm_ops.checkpoint import read_config, weight_files
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.eval import encode_documents
-from neuronmm_ops.hf.computing import cast_, check_device, load_on
+from neuronmm_ops.hf.computing import check_device, load_packed
 from neuronmm_ops.hf.loading import load_tokenizer, local_directory
 from neuronmm_ops.manifest import installed_versions
 from neuronmm_ops.measure.generation import Alone, Timing, alone, checked, timed
 from neuronmm_ops.measure.runner import in_own_process
 from neuronmm_ops.measure.timing import MIN_ROUNDS, cpu_name
-from neuronmm_ops.nn import pack_
 from neuronmm_ops.ops.backends.cpu import name_of
 
 PROMPT = 512
@@ -210,10 +209,7 @@ def _ready(
     directory: str | Path, ids: Tensor, new: int, keys: Sequence[Key], dtype: torch.dtype
 ) -> PreTrainedModel:
     """Load a model and generate once in each of its modes, so that what is paid once is paid."""
-    model = load_on(directory, ids.device)
-    cast_(model, dtype)
-    if ids.is_cpu:
-        pack_(model)
+    model = load_packed(directory, dtype, ids.device)
     for _, is_compiled in keys:
         checked(model, str(directory), ids, new, is_compiled)
     return model

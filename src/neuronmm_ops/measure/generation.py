@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -22,9 +23,8 @@ from transformers.utils import logging
 
 from neuronmm_ops.compress.batches import check_ids
 from neuronmm_ops.errors import NonFiniteError
-from neuronmm_ops.hf.computing import AUTO, cast_, dtype_of, load_on
+from neuronmm_ops.hf.computing import AUTO, load_packed
 from neuronmm_ops.hf.generate import FiniteLogits, check_length
-from neuronmm_ops.nn import pack_
 
 STATUS = Path("/proc/self/status")
 MAX_REASON = 200
@@ -175,11 +175,8 @@ def alone(
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    model = load_on(directory, device)
-    dtype = dtype or dtype_of(AUTO, model)
-    cast_(model, dtype)
-    if device.type == "cpu":
-        pack_(model)  # as `neuronmm generate` has it
+    model = load_packed(directory, dtype or AUTO, device)
+    dtype = model.dtype
     ids = ids.to(device)
     start = time.perf_counter()
     try:
@@ -210,12 +207,9 @@ def _generate(
         compiler: Any = CompileConfig()
         compiler._compile_all_devices = True  # a CPU, too; its only way in
         config.compile_config = compiler
-    own_config, model.generation_config = model.generation_config, config
     mask = torch.ones_like(ids)
-    try:
+    with patch.object(model, "generation_config", config):
         return model.generate(ids, attention_mask=mask, **options)  # pyright: ignore  (untyped)
-    finally:
-        model.generation_config = own_config
 
 
 def _token_ids(value: int | Iterable[int] | None) -> Iterable[int]:
