@@ -25,10 +25,11 @@ LAYERS = (
     *("__main__", "cli", "device", "demo", "reproduce", "doctor", "integrations"),
     *("precompile", "measure", "estimate", "hf", "recover", "eval"),
     *("output", "manifest", "checkpoint", "compress", "parallel", "nn", "ops", "plan", "kernels"),
-    *("models", "rank", "progress", "processes", "files", "errors", "import_hooks", "storages"),
+    *("models", "rank", "progress", "processes", "files", "errors", "extras"),
+    *("import_hooks", "storages"),
 )
 RANK = {name: rank for rank, name in enumerate(reversed(LAYERS))}
-ROOT_MAY_IMPORT = {"compress", "errors", "eval", "import_hooks", "nn", "ops"}
+ROOT_MAY_IMPORT = {"compress", "errors", "eval", "extras", "import_hooks", "nn", "ops"}
 
 USES_TRANSFORMERS = {"hf", "cli", "device", "measure"}
 LAZY_IN_OPS = {"transformers", "accelerate", "torch_xla", "nki", "torch_neuronx", "neuronxcc"}

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from neuroncore.cli.console import show_table, stdout
-from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command, add_texts, texts_of
+from neuronmm_ops.extras import transformers_models
 from neuronmm_ops.progress import progress_bars
 
 

@@ -106,13 +106,9 @@ class _Config:
 
     @staticmethod
     def from_dict(record: dict[str, Any]) -> Any:
-        from neuronmm_ops.errors import missing_extra
+        from neuronmm_ops.extras import import_extra
 
-        try:
-            hf = import_module(f"{__name__}.hf")
-        except ImportError as error:
-            raise missing_extra(error, "hf") from error
-        return hf.NeuronMMConfig.from_dict(record)
+        return import_extra(f"{__name__}.hf", "hf").NeuronMMConfig.from_dict(record)
 
 
 def _register_config() -> None:

@@ -21,13 +21,6 @@ class WorkerLostError(RuntimeError):
     """One of many workers has ended, or does not answer."""
 
 
-def missing_extra(error: ImportError, extra: str) -> ImportError:
-    """Return the error of an import with the extra to install; a broken package keeps its words."""
-    is_missing = isinstance(error, ModuleNotFoundError) and error.name
-    words = f"{error.name} is not installed" if is_missing else " ".join(str(error).split())
-    return ImportError(f"{words}; run: pip install 'neuronmm-ops[{extra}]'", name=error.name)
-
-
 class CalibrationWarning(UserWarning):
     """The calibration data is too small for the factors to be trusted."""
 

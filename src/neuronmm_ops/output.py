@@ -63,13 +63,18 @@ def check_target(
     longest = os.pathconf("/", "PC_NAME_MAX") - len(os.fsencode(_prefix(target))) - ROOM_FOR_SUFFIX
     if longest < 0:
         raise OSError(f"output name {target.name:.40}... is {-longest} bytes too long; shorten it")
+    check_parent(target, parent)
+    free = shutil.disk_usage(parent).free
+    if free < needed_bytes:
+        raise OSError(no_room(target, needed_bytes, free))
+
+
+def check_parent(target: Path, parent: Path) -> None:
+    """Raise OSError where nothing can be written in what is there of a target's path."""
     if not parent.is_dir():
         raise NotADirectoryError(f"output {target} needs a directory, {parent} is a file")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(f"output {target} cannot be written: no permission in {parent}")
-    free = shutil.disk_usage(parent).free
-    if free < needed_bytes:
-        raise OSError(no_room(target, needed_bytes, free))
 
 
 def check_text(target: Path) -> None:

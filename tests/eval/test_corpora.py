@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from neuronmm_ops import NonFiniteError
 from neuronmm_ops.eval import PROTOCOLS, corpora, perplexities
-from neuronmm_ops.eval.corpora import read_documents
+from neuronmm_ops.eval.corpora import documents_of
 from neuronmm_ops.eval.protocols import CORPORA, Recipe
 
 NAMES = ["wikitext2", "ptb", "c4"]
@@ -127,8 +127,8 @@ def test_a_directory_may_hold_a_file_under_its_other_names(tmp_path, name, file)
         path.write_text("".join(f" {text} \n" for text in texts))
     else:
         write_c4(path, texts)
-    assert read_documents(name, None, tmp_path) == (texts, path)
-    assert read_documents(name, 7, tmp_path)[0] == texts[:7]
+    assert documents_of(name, corpus, tmp_path) == (texts, path)
+    assert documents_of(name, corpus, tmp_path, count=7)[0] == texts[:7]
 
 
 def test_the_hub_s_cache_is_enough(evaluate, caches):
@@ -217,7 +217,7 @@ def test_bad_files_are_named(evaluate, tmp_path, capfd, name, file, content, rea
 def test_a_null_and_a_wrong_column_are_refused(tmp_path, column, texts, message):
     write_parquet(tmp_path / "wikitext2.parquet", column, texts)
     with pytest.raises(ValueError, match=message):
-        read_documents("wikitext2", None, tmp_path)
+        documents_of("wikitext2", CORPORA["wikitext2"], tmp_path)
 
 
 def test_a_text_shorter_than_a_block_is_refused(evaluate, tmp_path):

@@ -4,8 +4,8 @@ import argparse
 from typing import Any
 
 from neuroncore.cli.console import show_table, stdout
-from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command, add_numbers
+from neuronmm_ops.extras import transformers_models
 from neuronmm_ops.progress import progress_bars
 
 HELP = "time to first token, time per token and memory of models that generate here, measured"

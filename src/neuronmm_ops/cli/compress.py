@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from neuroncore.cli.console import stdout
 from neuronmm_ops.cli.inspect import show_summary, summary
-from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import OPTIONS, add_command, add_output
+from neuronmm_ops.extras import transformers_models
 from neuronmm_ops.progress import progress_bars
 
 if TYPE_CHECKING:

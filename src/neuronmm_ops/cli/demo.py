@@ -11,8 +11,8 @@ from typing import Any
 
 from neuroncore.cli.console import show_table, stdout
 from neuronmm_ops.cli.bench_ranks import as_range
-from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command, add_output
+from neuronmm_ops.extras import transformers_models
 from neuronmm_ops.progress import progress_bars
 
 QUICK, RATIOS = (0.4,), (0.2, 0.4, 0.6)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from neuroncore.cli.console import show_fields, show_table, stderr, stdout
-from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.cli.workers import launched
+from neuronmm_ops.extras import transformers_models
 from neuronmm_ops.progress import Update, progress_bars
 
 

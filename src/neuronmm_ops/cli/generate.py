@@ -4,9 +4,9 @@ import argparse
 from typing import Any
 
 from neuroncore.cli.console import stderr
-from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command
 from neuronmm_ops.cli.workers import launched
+from neuronmm_ops.extras import transformers_models
 
 
 def add(commands: Any) -> None:
@@ -29,15 +29,12 @@ def add(commands: Any) -> None:
 
 def _generate(options: argparse.Namespace) -> dict[str, Any]:
     hf = transformers_models()
-    from neuronmm_ops.nn import pack_
     from neuronmm_ops.ops.backends.cpu import name_of
 
     if options.new_tokens < 1:
         raise ValueError(f"--new-tokens must be at least 1, got {options.new_tokens}")
     with stderr.status(f"loading {options.model}"):
-        model = hf.load_computing(options.model, options.dtype, options.device, launched())
-        if model.device.type == "cpu" and launched() == 1:
-            pack_(model)
+        model = hf.load_packed(options.model, options.dtype, options.device, launched())
         tokenizer = hf.load_tokenizer(options.model)
     with stderr.status(f"generating up to {options.new_tokens} tokens"):
         text, new_tokens = hf.generate_text(

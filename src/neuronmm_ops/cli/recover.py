@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from neuronmm_ops.cli.inspect import show_recovery
-from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command, add_output
+from neuronmm_ops.extras import transformers_models
 from neuronmm_ops.progress import progress_bars
 
 

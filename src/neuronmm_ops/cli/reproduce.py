@@ -4,8 +4,8 @@ import argparse
 from typing import Any
 
 from neuroncore.cli.console import show_table, stderr, stdout
-from neuronmm_ops.cli.library import transformers_models
 from neuronmm_ops.cli.parser import add_command, add_output
+from neuronmm_ops.extras import transformers_models
 from neuronmm_ops.progress import progress_bars
 
 

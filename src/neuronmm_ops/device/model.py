@@ -10,7 +10,7 @@ from torch import Tensor
 
 from neuronmm_ops.compress import SVDConfig, compress_
 from neuronmm_ops.demo import HELD_OUT, MODEL
-from neuronmm_ops.errors import missing_extra
+from neuronmm_ops.extras import transformers_models
 
 PROMPT, NEW = 128, 8
 PHASES = {"prefill": slice(0, 1), "decode": slice(1, None)}
@@ -25,15 +25,7 @@ def compressed() -> Any:
     Raises:
         ImportError: Transformers is not installed.
     """
-    try:
-        from transformers.utils import logging
-
-        from neuronmm_ops import hf
-    except ImportError as error:
-        raise missing_extra(error, "hf") from error
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    model = hf.load_computing(MODEL, "float32")
+    model = transformers_models().load_computing(MODEL, "float32")
     compress_(model, CONFIG)
     return model.to(torch.bfloat16).eval()  # pyright: ignore  (typed as a module's attribute)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from neuronmm_ops.compress.batches import fingerprint
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.errors import NonFiniteError
-from neuronmm_ops.eval.extra import import_extra, quiet, reason
+from neuronmm_ops.eval.extra import import_quietly, quiet, reason
 from neuronmm_ops.eval.perplexity import block_length, token_perplexity
 from neuronmm_ops.eval.protocols import CORPORA, Corpus, Recipe, recipe_of
 from neuronmm_ops.progress import named
@@ -99,32 +99,27 @@ def perplexities(
     return rows
 
 
-def read_documents(name: str, count: int | None, data: str | Path | None) -> tuple[list[str], Path]:
-    """Read the first `count` documents of a data set of `CORPORA`; see `documents_of`."""
-    return documents_of(name, CORPORA[name], None, count, data)
-
-
 def documents_of(
     name: str,
     corpus: Corpus,
-    document: Document | None,
-    count: int | None,
     data: str | Path | None,
+    document: Document | None = None,
+    count: int | None = None,
 ) -> tuple[list[str], Path]:
     """Read the first documents of a data set, and say from which file.
 
     Args:
         name: for the messages.
         corpus: the data set.
+        data: see `find_file`.
         document: what a row reads like; None for the text in the corpus's column.
         count: of documents; None for all.
-        data: see `find_file`.
 
     Raises:
         ValueError: the file is not to be had, malformed, or without texts.
         ImportError: the extra `eval` is not installed.
     """
-    load = import_extra("datasets").load_dataset
+    load = import_quietly("datasets").load_dataset
     file = find_file(corpus, data)
     try:
         # `datasets` wants a directory for locks even where it only streams.
@@ -164,7 +159,7 @@ def find_file(corpus: Corpus, data: str | Path | None) -> Path:
 
 
 def _download(corpus: Corpus, wanted: str) -> Path:
-    hub = import_extra("huggingface_hub")
+    hub = import_quietly("huggingface_hub")
     place = {"repo_type": "dataset", "revision": corpus.revision}
     try:
         with quiet():
@@ -206,7 +201,7 @@ def _encoded(
     tokenizer: Any, name: str, recipe: Recipe, data: str | Path | None
 ) -> tuple[Tensor, int, Path]:
     """Return the token ids `[T]` of a data set's text, the number of its documents, its file."""
-    documents, file = read_documents(name, recipe.documents, data)
+    documents, file = documents_of(name, CORPORA[name], data, count=recipe.documents)
     # verbose=False: no warning where the text is longer than the model's context.
     ids = tokenizer(recipe.separator.join(documents), verbose=False)["input_ids"]
     if _declares_bos(tokenizer) and ids[:1] != [tokenizer.bos_token_id]:

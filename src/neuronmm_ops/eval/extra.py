@@ -1,28 +1,20 @@
 """Packages of the extra `eval`: imported when they are needed, and kept from talking."""
 
 import contextlib
-import importlib
 import logging
 import warnings
 from collections.abc import Generator
 from typing import Any
 
-from neuronmm_ops.errors import missing_extra
+from neuronmm_ops.extras import import_extra
 
 _TALKATIVE = ("datasets", "evaluate", "huggingface_hub", "lm_eval")
 
 
-def import_extra(name: str) -> Any:
-    """Return a module of an optional package.
-
-    Raises:
-        ImportError: it, or a package that it needs, cannot be imported; names the extra.
-    """
-    try:
-        with quiet():
-            return importlib.import_module(name)
-    except ImportError as error:
-        raise missing_extra(error, "eval") from error
+def import_quietly(name: str) -> Any:
+    """Return a module that needs packages of the extra, as `import_extra` does."""
+    with quiet():
+        return import_extra(name, "eval")
 
 
 @contextlib.contextmanager
@@ -39,17 +31,6 @@ def quiet() -> Generator[None, None, None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Generator[None, None, None]:
-    """Put a value in the place of an attribute for a block."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def reason(error: BaseException) -> str:

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from neuronmm_ops.compress.calibrate import Progress, eval_mode
 from neuronmm_ops.errors import NonFiniteError
-from neuronmm_ops.eval.extra import import_extra, quiet, reason, replaced
+from neuronmm_ops.eval.extra import import_quietly, quiet, reason
 from neuronmm_ops.eval.protocols import check_name
 
 PAPER_TASKS = (
@@ -71,8 +72,8 @@ def run_tasks(
     if include_path is not None and not Path(include_path).is_dir():
         raise ValueError(f"include_path must be a directory of task files, got {include_path}")
     harness, evaluator = (
-        import_extra("neuronmm_ops.eval.harness"),
-        import_extra("lm_eval.evaluator"),
+        import_quietly("neuronmm_ops.eval.harness"),
+        import_quietly("lm_eval.evaluator"),
     )
     told = _heard(progress)
     with _talking_to_nobody(), eval_mode(model):
@@ -93,7 +94,7 @@ def run_tasks(
             )
         except NonFiniteError:
             raise
-        except (*_BAD_TASK, import_extra("jinja2").TemplateError) as error:
+        except (*_BAD_TASK, import_quietly("jinja2").TemplateError) as error:
             raise ValueError(
                 f"tasks {', '.join(tasks)} cannot be run ({reason(error)}); correct the task "
                 "files, or ask for fewer shots"
@@ -101,7 +102,7 @@ def run_tasks(
     if results is None:  # what lm-eval gives every process of a launcher but the first
         raise ValueError("tasks run in one process, got LOCAL_RANK > 0; start without a launcher")
     results["config"]["truncated_requests"] = lm.truncated
-    serialize = import_extra("lm_eval.utils").handle_non_serializable
+    serialize = import_quietly("lm_eval.utils").handle_non_serializable
     document: dict[str, Any] = json.loads(json.dumps(results, default=serialize))
     _check_finite(document["results"])
     return document
@@ -142,7 +143,7 @@ def _manager(tasks: Sequence[str], include_path: str | Path | None) -> Any:
     """Return lm-eval's index of tasks, which holds all of the names."""
     if not tasks:
         raise ValueError(f"give at least one task, such as {', '.join(PAPER_TASKS)}")
-    make = import_extra("lm_eval.tasks").TaskManager
+    make = import_quietly("lm_eval.tasks").TaskManager
     if include_path is not None:
         # lm-eval's own files are many: reading them takes seconds, so only where they are needed.
         manager = make(include_path=str(include_path), include_defaults=False)
@@ -157,7 +158,7 @@ def _manager(tasks: Sequence[str], include_path: str | Path | None) -> Any:
 
 @functools.cache
 def _own_tasks() -> Any:
-    return import_extra("lm_eval.tasks").TaskManager()
+    return import_quietly("lm_eval.tasks").TaskManager()
 
 
 def _check_files(unknown: set[str], folder: Path) -> None:
@@ -201,34 +202,22 @@ def _check_finite(results: dict[str, dict[str, Any]]) -> None:
 @contextlib.contextmanager
 def _talking_to_nobody() -> Generator[None, None, None]:
     """Silence lm-eval and what it uses: logs, warnings, prints, and every bar of tqdm's."""
-    bar, evaluator = import_extra("tqdm").tqdm, import_extra("lm_eval.evaluator")
+    bar, evaluator = import_quietly("tqdm").tqdm, import_quietly("lm_eval.evaluator")
     begin = bar.__init__
 
     def begin_hidden(self: Any, *arguments: Any, **named: Any) -> None:
         begin(self, *arguments, **{**named, "disable": True})
 
     with (
-        replaced(bar, "__init__", begin_hidden),
+        patch.object(bar, "__init__", begin_hidden),
         # It would run git, whose repository here is the caller's and not lm-eval's.
-        replaced(evaluator, "get_git_commit_hash", lambda: None),
-        _one_process(),
+        patch.object(evaluator, "get_git_commit_hash", lambda: None),
+        # It would fork: its processes would inherit this one's signal handlers.
+        patch.dict(os.environ, DISABLE_MULTIPROC="1"),
         quiet(),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _one_process() -> Generator[None, None, None]:
-    """Keep lm-eval from forking: its processes would inherit this one's signal handlers."""
-    before = os.environ.get("DISABLE_MULTIPROC")
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop("DISABLE_MULTIPROC")
-        if before is not None:
-            os.environ["DISABLE_MULTIPROC"] = before
 
 
 def _heard(progress: Progress | None) -> Progress | None:

@@ -8,7 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from neuronmm_ops.compress.record import low_rank_layers
-from neuronmm_ops.hf.pairs import from_pairs, require_peft, to_pairs
+from neuronmm_ops.extras import import_extra
+from neuronmm_ops.hf.pairs import from_pairs, to_pairs
 from neuronmm_ops.recover.config import RecoverConfig
 
 PhaseParameters = Mapping[str, nn.Parameter]
@@ -24,7 +25,7 @@ def adapted(model: PreTrainedModel, config: RecoverConfig) -> Generator[list[Pha
     Raises:
         ImportError: peft is not installed.
     """
-    peft = require_peft()
+    peft = import_extra("peft", "recover")
     names = list(low_rank_layers(model))
     lora = peft.LoraConfig(
         r=config.lora_rank,

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from neuronmm_ops.compress.record import set_compute_
-from neuronmm_ops.eval.extra import import_extra
+from neuronmm_ops.eval.extra import import_quietly
 from neuronmm_ops.hf.computing import AUTO, load_computing
 from neuronmm_ops.hf.loading import load_tokenizer
 
-CheckedLM: Any = import_extra("neuronmm_ops.eval.harness").CheckedLM
-register_model: Any = import_extra("lm_eval.api.registry").register_model
+CheckedLM: Any = import_quietly("neuronmm_ops.eval.harness").CheckedLM
+register_model: Any = import_quietly("lm_eval.api.registry").register_model
 
 
 @register_model("neuronmm")
@@ -55,7 +55,7 @@ class NeuronMM(CheckedLM):
 def main() -> None:
     """Run lm-eval's command line; bad input is one line."""
     try:
-        import_extra("lm_eval.__main__").cli_evaluate()
+        import_quietly("lm_eval.__main__").cli_evaluate()
     except (ValueError, OSError) as error:
         print("lm_eval:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)

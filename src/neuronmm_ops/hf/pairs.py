@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from neuronmm_ops.compress.record import compressed_layers, rewrite_record
 from neuronmm_ops.compress.report import LayerReport
-from neuronmm_ops.errors import missing_extra
+from neuronmm_ops.extras import import_extra
 from neuronmm_ops.nn.compressed_linear import CompressedLinear
 from neuronmm_ops.nn.pair import LinearPair
 from neuronmm_ops.nn.stored_linear import StoredLinear
@@ -113,7 +113,7 @@ def lora_config(
         raise ValueError(f"target_modules {target_modules!r} names no SVDLinear of the model")
     low_rank = [name for name, layer in compressed.items() if layer.storage is None]
     parameters = [f"{name}.{factor}" for name in low_rank for factor in factors]
-    config = require_peft().LoraConfig(
+    config = import_extra("peft", "recover").LoraConfig(
         target_modules=sorted(modules.keys() - set(low_rank)),
         target_parameters=parameters or None,
         **options,
@@ -123,15 +123,6 @@ def lora_config(
 
         config._register_custom_module({CompressedLinear: LoraBeside})
     return config
-
-
-def require_peft() -> Any:
-    """Return peft; raise ImportError that names the extra."""
-    try:
-        import peft
-    except ImportError as error:
-        raise missing_extra(error, "recover") from error
-    return peft
 
 
 def _is_meant(name: str, wanted: str | Sequence[str], is_head: bool) -> bool:

@@ -17,10 +17,10 @@ from neuronmm_ops.compress.record import attached_report, compressed_layers, low
 from neuronmm_ops.compress.report import CompressionReport
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
 from neuronmm_ops.eval import block_length, encode_documents
+from neuronmm_ops.extras import import_extra
 from neuronmm_ops.hf.computing import check_device, load_on
 from neuronmm_ops.hf.dense import load_dense
 from neuronmm_ops.hf.loading import load_tokenizer, local_directory
-from neuronmm_ops.hf.pairs import require_peft
 from neuronmm_ops.hf.provenance import ModelSource
 from neuronmm_ops.hf.saving import save
 from neuronmm_ops.hf.train import Trained, train_factors
@@ -82,7 +82,7 @@ def recover(
     """
     config = config or RecoverConfig()
     if config.method == "lora":
-        require_peft()
+        import_extra("peft", "recover")
         if dense is not None:
             raise ValueError("method lora learns from the text alone; leave out the dense model")
     place, target = check_device(device), Path(output)

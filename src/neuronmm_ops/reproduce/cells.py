@@ -6,7 +6,6 @@ a cell of other inputs is never taken for it.
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Generator, Mapping
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from neuroncore.files import replacing
-from neuronmm_ops.output import check_text
+from neuronmm_ops.output import check_parent, check_text
 from neuronmm_ops.processes import locked
 
 KEY_CHARS = 16
@@ -119,10 +118,7 @@ def check_output(directory: Path) -> None:
     """
     check_text(directory)
     parent = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not parent.is_dir():
-        raise NotADirectoryError(f"output {directory} needs a directory, {parent} is a file")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise PermissionError(f"output {directory} cannot be written: no permission in {parent}")
+    check_parent(directory, parent)
     if directory.is_dir() and not (directory / "cells").is_dir():
         foreign = sorted(path.name for path in directory.iterdir())
         if foreign:

@@ -7,7 +7,7 @@ file first, where the shipped ones' lies.
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -150,20 +150,14 @@ class Reproduction:
     data: str | None = None
 
 
-@dataclass(frozen=True)
-class _Top:
-    """The file's tables, before they are read."""
-
-    model: Any
-    compress: Any
-    methods: Any
-    evaluate: Any = field(default_factory=dict)
-    recovery: Any = None
-    modelled: Any = None
-    measured: Any = None
-    title: Any = None
-    published: Any = None
-    data: Any = None
+_TABLES: dict[str, type] = {
+    "model": Model,
+    "compress": Compress,
+    "evaluate": Evaluate,
+    "modelled": Modelled,
+    "measured": Measured,
+}
+"""Those whose keys are a class's fields."""
 
 
 def shipped() -> dict[str, Path]:
@@ -216,31 +210,21 @@ def check_files(asked: Reproduction) -> None:
 
 
 def _parsed(values: dict[str, Any], path: Path) -> Reproduction:
-    check_keys(values, _Top.__dataclass_fields__, "")
+    check_keys(values, Reproduction.__dataclass_fields__, "")
     for name in ("model", "compress", "methods"):
         if name not in values:
             raise ValueError(f"table [{name}] is missing")
-    top = _Top(**values)
-    compress = read_table(Compress, top.compress, "compress")
-    recovery = None if top.recovery is None else _recovery(top.recovery)
-    modelled = None if top.modelled is None else read_table(Modelled, top.modelled, "modelled")
-    measured = None if top.measured is None else read_table(Measured, top.measured, "measured")
     for name in ("title", "published", "data"):
         value = values.get(name, "")
         if not isinstance(value, str):
             raise ValueError(f"{name} must be a text, got {value!r:.50}")
-    reproduction = Reproduction(
-        title=top.title or path.stem,
-        model=read_table(Model, top.model, "model"),
-        compress=compress,
-        methods=_methods(top.methods, compress),
-        evaluate=_with_include(read_table(Evaluate, top.evaluate, "evaluate"), path),
-        recovery=recovery,
-        modelled=modelled,
-        measured=measured,
-        published=top.published,
-        data=top.data,
-    )
+    tables = {n: read_table(kind, values[n], n) for n, kind in _TABLES.items() if n in values}
+    asked: dict[str, Any] = {**values, **tables, "title": values.get("title") or path.stem}
+    asked["methods"] = _methods(values["methods"], asked["compress"])
+    asked["evaluate"] = _with_include(asked.get("evaluate", Evaluate()), path)
+    if "recovery" in values:
+        asked["recovery"] = _recovery(values["recovery"])
+    reproduction = Reproduction(**asked)
     _check(reproduction)
     return reproduction
 
@@ -299,7 +283,7 @@ def _with_include(evaluate: Evaluate, path: Path) -> Evaluate:
 def _check(asked: Reproduction) -> None:
     """Check values that depend on one another."""
     if asked.modelled is not None:
-        _check_modelled(asked.modelled)
+        resolve_target(asked.modelled.target).check_lnc(asked.modelled.lnc, "modelled.lnc")
     if asked.published is not None:
         models = {number["model"] for number in published() if number["model"]} | set(SHAPES)
         check_name("model of published", asked.published, sorted(models))
@@ -313,6 +297,7 @@ def _check(asked: Reproduction) -> None:
                 raise ValueError(f"{where}.{name} must not hold a value twice, got {list(values)}")
     positive = {"compress": ("samples", "seqlen"), "measured": ("prompt", "new", "rounds")}
     positive |= {"evaluate": ("seqlen", "limit", "batch_size")}
+    positive |= {"modelled": ("tp", "prompt", "new", "batch")}
     for where, names in positive.items():
         for name in names:
             value = getattr(getattr(asked, where), name, None)
@@ -320,15 +305,6 @@ def _check(asked: Reproduction) -> None:
                 raise ValueError(f"{where}.{name} must be at least 1, got {value}")
     if (asked.evaluate.num_fewshot or 0) < 0:
         raise ValueError(f"evaluate.num_fewshot must not be negative: {asked.evaluate.num_fewshot}")
-
-
-def _check_modelled(modelled: Modelled) -> None:
-    for name in ("tp", "prompt", "new", "batch"):
-        if getattr(modelled, name) < 1:
-            raise ValueError(f"modelled.{name} must be at least 1, got {getattr(modelled, name)}")
-    if modelled.new < 2:
-        raise ValueError("modelled.new must be at least 2 tokens: prefill finds the first; got 1")
-    resolve_target(modelled.target).check_lnc(modelled.lnc, "modelled.lnc")
 
 
 def _check_text(where: str, text: str | None, known: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from neuronmm_ops.compress import CompressionReport, SVDConfig
 from neuronmm_ops.compress.pipeline import check_storage
 from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.eval import encode_documents, perplexities, token_perplexity
-from neuronmm_ops.eval.extra import import_extra
+from neuronmm_ops.eval.extra import import_quietly
 from neuronmm_ops.eval.perplexity import block_length
 from neuronmm_ops.eval.protocols import CORPORA, check_name
 from neuronmm_ops.eval.tasks import run_tasks
@@ -33,7 +33,7 @@ def check_tasks(asked: Reproduction, tasks: Sequence[str]) -> None:
     include = asked.evaluate.include
     if not tasks:
         return
-    make = import_extra("lm_eval.tasks").TaskManager
+    make = import_quietly("lm_eval.tasks").TaskManager
     # Reading lm-eval's own files takes seconds, so only where they are needed.
     known = make(include_path=include, include_defaults=False).all_tasks if include else []
     if not set(tasks) <= set(known):

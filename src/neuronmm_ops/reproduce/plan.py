@@ -21,7 +21,7 @@ from neuronmm_ops.hf.loading import local_directory
 from neuronmm_ops.hf.provenance import ModelSource
 from neuronmm_ops.manifest import installed_versions
 from neuronmm_ops.measure.timing import cpu_name
-from neuronmm_ops.models import ModelShape, shape_from_config
+from neuronmm_ops.models import shape_from_config
 from neuronmm_ops.reproduce.cells import Cell, key_of
 from neuronmm_ops.reproduce.config import NATIVE, Reproduction
 from neuronmm_ops.reproduce.texts import read_training_text
@@ -208,7 +208,7 @@ class _Planner:
 def modelled_cell(asked: Reproduction, config: SVDConfig) -> Cell:
     """Return the cell of the modelled times of a compression; methods share it."""
     assert asked.modelled is not None
-    shape = asdict(model_sizes(asked.model.id))
+    shape = asdict(shape_from_config(local_directory(asked.model.id)))
     shape.pop("name")
     targets, storage = list(config.target_list), config.storage
     inputs = {
@@ -220,11 +220,6 @@ def modelled_cell(asked: Reproduction, config: SVDConfig) -> Cell:
         "sources": _sources_sha256(),
     }
     return Cell("modelled", f"{' '.join(targets)} {config.ratio:g} {storage or NATIVE}", inputs)
-
-
-def model_sizes(model: str) -> ModelShape:
-    """Return the sizes of a model's config.json."""
-    return shape_from_config(local_directory(model))
 
 
 def model_identity(model: str) -> dict[str, str]:

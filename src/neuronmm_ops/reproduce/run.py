@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +108,15 @@ class _Run:
             if cell.key in self.results or cell.key in self.failed:
                 continue
             if cell.kind == "modelled":
-                self._attempt(cell, self._modelled(variant))
+                assert variant.config is not None
+                work = partial(measure.modelled, self.asked, variant.config, self.progress)
+                self._attempt(cell, work)
                 continue
             directory = self._checkpoint(variant, variant.steps)
             if directory is None:
                 self.not_run.add(cell.key)
             else:
-                self._attempt(cell, self._measurement(cell, directory))
+                self._attempt(cell, partial(self._measured, cell, directory))
         self.loaded = None
 
     def _checkpoint(self, variant: Variant, steps: tuple[Cell, ...]) -> Path | str | None:
@@ -175,35 +178,22 @@ class _Run:
         return True
 
     def _making(self, variant: Variant, step: Cell, base: Path | str, target: Path) -> _Work:
-        asked, plan, progress = self.asked, self.plan, self.progress
-        config, text = variant.config, plan.recovery
+        written = target, self.progress
         if step.kind == "recover":
-            assert text is not None
-            return lambda: measure.recover(asked, Path(base), text, target, progress)
-        assert config is not None
-        return lambda: measure.compress(asked, config, plan.calibration, target, progress)
+            assert self.plan.recovery is not None
+            return partial(measure.recover, self.asked, Path(base), self.plan.recovery, *written)
+        assert variant.config is not None
+        text = self.plan.calibration
+        return partial(measure.compress, self.asked, variant.config, text, *written)
 
-    def _modelled(self, variant: Variant) -> _Work:
-        config = variant.config
-        assert config is not None
-        return lambda: measure.modelled(self.asked, config, self.progress)
-
-    def _measurement(self, cell: Cell, directory: Path | str) -> _Work:
-        asked, subject = self.asked, cell.subject
-        if cell.kind == "perplexity":
-            return lambda: measure.perplexity(
-                asked, self._model(directory), directory, subject, self.progress
-            )
-        if cell.kind == "task":
-            return lambda: measure.task(
-                asked, self._model(directory), directory, subject, self.progress
-            )
-        return lambda: self._measured(directory)
-
-    def _measured(self, directory: Path | str) -> dict[str, Any]:
+    def _measured(self, cell: Cell, directory: Path | str) -> dict[str, Any]:
         options = self.asked.model
-        dense = hf.load_computing(options.id, options.dtype, options.device)
-        return measure.measured(self.asked, dense, self._model(directory), self.progress)
+        if cell.kind == "measured":
+            dense = hf.load_computing(options.id, options.dtype, options.device)
+            return measure.measured(self.asked, dense, self._model(directory), self.progress)
+        take = measure.perplexity if cell.kind == "perplexity" else measure.task
+        model = self._model(directory)
+        return take(self.asked, model, directory, cell.subject, self.progress)
 
     def _model(self, directory: Path | str) -> Any:
         """Return the model, loaded once for all cells of a variant."""

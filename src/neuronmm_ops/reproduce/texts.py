@@ -82,4 +82,4 @@ def read_training_text(name: str, data: str | Path | None) -> str:
 
         return read_text(name)
     text = TRAINING_TEXTS[name]
-    return DOCUMENT_SEPARATOR.join(documents_of(name, text.corpus, text.document, None, data)[0])
+    return DOCUMENT_SEPARATOR.join(documents_of(name, text.corpus, data, text.document)[0])
