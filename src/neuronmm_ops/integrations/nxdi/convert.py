@@ -17,7 +17,7 @@ from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.integrations.nxdi.record import COLUMNS, ROWS
 from neuronmm_ops.parallel.sharding import Divide, part_width
-from neuronmm_ops.storages import SCALES, dequantized, pair_shapes, tensor_dtype
+from neuronmm_ops.storages import FACTORS, SCALES, dequantized
 
 # Where NxD Inference's models have the modules of a block that hold its columns and its row.
 COLUMN_MODULES = {"self_attn": "self_attn.qkv_proj", "mlp": "mlp"}
@@ -39,7 +39,8 @@ def take_pairs(
     them whose meaning it keeps in every case.
 
     Args:
-        state: by NxD Inference's names, without `model.`.
+        state: by NxD Inference's names, without `model.`, of a directory whose headers fit the
+            record.
         layers: from `low_rank_layers`.
         dtype: of factors that were in one byte.
 
@@ -47,11 +48,11 @@ def take_pairs(
         `<layer>.u` `[K, r]`, `<layer>.v` `[r, N]` and `<layer>.bias` `[N]` where there is one.
 
     Raises:
-        CheckpointError: a tensor is missing, or of another shape or dtype than the record says.
+        CheckpointError: a tensor is missing.
     """
     pairs: dict[str, Tensor] = {}
     for name, layer in layers.items():
-        for factor, scale in zip(("u", "v"), SCALES, strict=True):
+        for factor, scale in zip(FACTORS, SCALES, strict=True):
             pairs[f"{name}.{factor}"] = _factor(state, name, layer, factor, scale, dtype)
         state[f"{name}.weight"] = pairs[f"{name}.u"].new_empty(0)
         if f"{name}.bias" in state:
@@ -150,33 +151,18 @@ def _factor(
     scale: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Take one factor out, checked against the record and multiplied with its scale."""
-    assert layer.r is not None
-    shapes = pair_shapes(layer.K, layer.N, layer.r, layer.storage)
-    tensor = _tensor(state, f"{name}.{factor}", shapes[factor])
+    """Take one factor out, multiplied with its scale."""
+    tensor = _taken(state, f"{name}.{factor}")
     if layer.storage is None:
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise CheckpointError(
-                f"{name}.{factor}: config.json asks for a float of 16 bits or more, the file has "
-                f"{tensor.dtype}; config and weights are not of the same checkpoint"
-            )
         return tensor
-    expected = tensor_dtype(layer.storage, dtype)
-    if tensor.dtype != expected:
-        raise CheckpointError(
-            f"{name}.{factor}: config.json asks for {expected}, the file has "
-            f"{tensor.dtype}; config and weights are not of the same checkpoint"
-        )
-    scales = _tensor(state, f"{name}.{scale}", shapes[scale])
-    return dequantized(tensor, scales.float(), dtype)
+    return dequantized(tensor, _taken(state, f"{name}.{scale}").float(), dtype)
 
 
-def _tensor(state: MutableMapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+def _taken(state: MutableMapping[str, Tensor], name: str) -> Tensor:
     tensor = state.pop(name, None)
-    if tensor is None or tuple(tensor.shape) != shape:
-        found = "none" if tensor is None else list(tensor.shape)
+    if tensor is None:
         raise CheckpointError(
-            f"{name}: config.json asks for {list(shape)}, the file has {found}; "
+            f"{name}: config.json asks for it, the file has none; "
             "config and weights are not of the same checkpoint"
         )
     return tensor

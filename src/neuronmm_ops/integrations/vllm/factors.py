@@ -37,7 +37,9 @@ class Member(nn.Module):
         name: of the layer, as the checkpoint has it.
         shapes: of its tensors in the checkpoint, by the last part of their names.
         sections: that the columns of its result consist of.
-        pack: makes the products with weights that have no scale; None leaves them to the ops.
+        pack: makes the products with its tensors, none of which is in a storage; None leaves them
+            to the ops.
+        storage: of its matrices, or None.
 
     Attributes:
         width: columns of this rank's result.
@@ -51,13 +53,14 @@ class Member(nn.Module):
         name: str,
         shapes: dict[str, tuple[int, ...]],
         sections: Sequence[ColumnSection],
-        pack: Pack | None,
+        pack: Pack | None = None,
+        storage: str | None = None,
     ) -> None:
         super().__init__()
         self.name, self.shapes, self.sections = name, shapes, tuple(sections)
         self.width = sum(section.width for section in sections)
         self.missing = set(shapes)
-        self.pack = pack
+        self.pack, self.storage = pack, storage
         self.packed: dict[str, Callable[[Tensor], Tensor]] = {}
 
     def load(self, key: str, whole: Tensor, *, is_rehearsal: bool = False) -> None:
@@ -110,18 +113,17 @@ class Member(nn.Module):
             self.pack_weights()
 
     def pack_weights(self) -> None:
-        """Let `pack` make the products with weights that have no scale, and free these."""
+        """Let `pack` make the products with the weights, and free these."""
         if self.pack is None:
             return
-        for key in self.packable():
+        for key in self.shapes:
             weight = getattr(self, key).detach()
             self.packed[key] = self.pack(weight.t() if key in FACTORS else weight)
             setattr(self, key, nn.Parameter(weight.to("meta"), requires_grad=False))
 
     def dtypes(self, key: str) -> tuple[torch.dtype, ...]:
         """Return which dtypes a tensor may have in the checkpoint."""
-        del key
-        return FLOAT_DTYPES
+        return FLOAT_DTYPES if self.storage is None else (getattr(self, key).dtype,)
 
     def cut(self, key: str, whole: Tensor) -> Tensor:
         """Return this rank's part of a tensor of the checkpoint."""
@@ -129,10 +131,6 @@ class Member(nn.Module):
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return this rank's columns `[..., width]` for x `[..., K]`."""
-        raise NotImplementedError
-
-    def packable(self) -> Sequence[str]:
-        """Return the weights that have no scale."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -204,10 +202,6 @@ class Dense(Member):
             return _added(self.packed["weight"](x), bias)
         return F.linear(x, self.weight, bias)
 
-    def packable(self) -> Sequence[str]:
-        """Return the weight's name."""
-        return ("weight",)
-
 
 class Stored(Member):
     """A rank's part of a member that has stayed dense, in a storage.
@@ -233,15 +227,11 @@ class Stored(Member):
         storage = STORAGES[layer.storage]
         shapes: dict[str, tuple[int, ...]] = {}
         shapes.update(zip(STORED, storage.shapes(layer.K, layer.N), strict=True))
-        super().__init__(layer.name, shapes, sections, None)
+        super().__init__(layer.name, shapes, sections, storage=layer.storage)
         self.place, self.compute = place, layer.compute
         for key, dtype in zip(STORED, (storage.torch_dtype, torch.float32), strict=True):
             shape = self.cut(key, torch.empty(shapes[key], device="meta")).shape
             setattr(self, key, _along_contraction(shape, dtype))
-
-    def dtypes(self, key: str) -> tuple[torch.dtype, ...]:
-        """Return the dtype that the weight, or its scale, must have in the checkpoint."""
-        return (getattr(self, key).dtype,)
 
     def cut(self, key: str, whole: Tensor) -> Tensor:
         """Return this rank's part of the weight or its scale."""
@@ -263,10 +253,6 @@ class Stored(Member):
         """Return this rank's columns `[..., width]` for x `[..., K]`, or its part of the sum."""
         return xw(x, self.w, bias, self.w_scale, self.compute)
 
-    def packable(self) -> Sequence[str]:
-        """Return nothing: the weight has a scale."""
-        return ()
-
 
 class Pair(Member):
     """A rank's part of a low-rank pair.
@@ -284,7 +270,6 @@ class Pair(Member):
         v: `[r, N]`, or this rank's columns of it, stored along r.
         u_scale: `[r]` of u's columns, in float32, where the factors are in one byte; else None.
         v_scale: `[N]` of v's columns, likewise.
-        storage: of the factors, or None.
         compute: `x`, or `fp8` where activations may be rounded to that.
         low_width: columns of this rank's u.
     """
@@ -306,9 +291,9 @@ class Pair(Member):
         if place.kind is not None:
             _check_undivided(layer)
         shapes = pair_shapes(layer.K, layer.N, layer.r, layer.storage)
-        super().__init__(layer.name, shapes, sections, pack)
-        self.place, self.rank = place, layer.r
-        self.storage, self.compute = layer.storage, layer.compute
+        pack = pack if layer.storage is None else None
+        super().__init__(layer.name, shapes, sections, pack, layer.storage)
+        self.place, self.rank, self.compute = place, layer.r, layer.compute
         for key in (*FACTORS, *SCALES):
             if key not in shapes:
                 setattr(self, key, None)
@@ -318,12 +303,6 @@ class Pair(Member):
             if key == "u":
                 self.low_width = shape[1]
             setattr(self, key, _along_contraction(shape, stored))
-
-    def dtypes(self, key: str) -> tuple[torch.dtype, ...]:
-        """Return which dtypes a factor, or its scale, may have in the checkpoint."""
-        if key in SCALES:
-            return (torch.float32,)
-        return FLOAT_DTYPES if self.storage is None else (self.u.dtype,)
 
     def cut(self, key: str, whole: Tensor) -> Tensor:
         """Return this rank's part of u, v or their scales."""
@@ -370,10 +349,6 @@ class Pair(Member):
         if self.packed:
             return _added(self.packed["v"](low), bias)
         return xw(low, self.v, bias, self.v_scale, self.compute)
-
-    def packable(self) -> Sequence[str]:
-        """Return the factors' names, where they have no scale."""
-        return FACTORS if self.storage is None else ()
 
     def _without_padding(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         assert self.u_scale is not None
