@@ -1,8 +1,9 @@
 """`plan`: which kernel plan each projection of a model gets, and where low rank pays."""
 
 import argparse
+from collections.abc import Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from neuroncore.cli.console import show_table, stdout
 from neuronmm_ops.cli.parser import add_command, add_shape, add_tokens, tokens_of
@@ -37,88 +38,82 @@ def add(commands: Any) -> None:
     )
 
 
+class Settings(NamedTuple):
+    """What all plans of a call share; names as the options."""
+
+    ratio: float
+    dtype: str
+    target: str | None
+    lnc: int
+    stored: str
+    compute: str
+
+    @property
+    def machine(self) -> tuple[str, str | None, int]:
+        """The last positional arguments of a plan."""
+        return self.dtype, self.target, self.lnc
+
+    @property
+    def of_weights(self) -> dict[str, Any]:
+        """The named arguments of a plan of low rank."""
+        return {"weight_dtype": self.stored, "compute": self.compute}
+
+
 def _plan(options: argparse.Namespace) -> list[dict[str, Any]]:
     from neuronmm_ops.models import resolve_shape
-    from neuronmm_ops.plan import plan_xuv, plan_xw
-    from neuronmm_ops.rank import aligned_rank
     from neuronmm_ops.storages import COMPUTES, checked, dtype_name
 
     if not 0 < options.ratio < 1:
         raise ValueError(f"--ratio must be between 0 and 1, got {options.ratio}")
     shape = resolve_shape(options.model)
-    machine = (options.dtype, options.target, options.lnc)
     if options.compute not in COMPUTES:
         raise ValueError(f"--compute must be {' or '.join(COMPUTES)}, got {options.compute!r}")
     stored = dtype_name(checked(options.storage, "--storage")) or ""
-    rows: list[dict[str, Any]] = []
+    machine = options.dtype, options.target, options.lnc
+    settings = Settings(options.ratio, *machine, stored, options.compute)
     if options.tp != 1:
-        from neuronmm_ops.cli.plan_ranks import Settings, rank_rows
+        from neuronmm_ops.cli.plan_ranks import rank_rows
 
-        settings = Settings(options.ratio, *machine, stored, options.compute)
-        for tokens in tokens_of(options):
-            rows.extend(rank_rows(shape, tokens, options.tp, settings))
-        return rows
-    for tokens in tokens_of(options):
-        for name, (k, n) in shape.projections.items():
-            rank = aligned_rank(k, n, options.ratio)
-            dense = plan_xw(tokens, k, n, *machine)
-            plan = (
-                plan_xuv(tokens, k, rank, n, *machine, weight_dtype=stored, compute=options.compute)
-                if rank
-                else dense
-            )
-            rows.append(_row(name, plan, [dense]))
-        rows.extend(_together(shape, tokens, options.ratio, machine, stored, options.compute))
-    return rows
+        each = [rank_rows(shape, tokens, options.tp, settings) for tokens in tokens_of(options)]
+    else:
+        each = [_rows(shape, tokens, settings) for tokens in tokens_of(options)]
+    return [row for rows in each for row in rows]
 
 
-def _together(
-    shape: "ModelShape",
-    tokens: int,
-    ratio: float,
-    machine: tuple[str, str, int],
-    stored: str,
-    compute: str,
-) -> list[dict[str, Any]]:
-    """What is one launch of three pairs; nothing where one of its projections stays dense.
+def _rows(shape: "ModelShape", tokens: int, settings: Settings) -> Iterator[dict[str, Any]]:
+    """A row for each projection, then for what is one launch of three pairs.
 
-    Dense, query, key and value are one product with their weights side by side, too.
+    There is none of the latter where one of its projections stays dense. Dense, query, key and
+    value are one product with their weights side by side, too.
     """
-    from neuronmm_ops.plan import plan_svd_mlp, plan_svd_qkv, plan_xw
+    from neuronmm_ops.plan import plan_svd_mlp, plan_svd_qkv, plan_xuv, plan_xw
     from neuronmm_ops.rank import aligned_rank
 
-    rows: list[dict[str, Any]] = []
+    machine, of_weights = settings.machine, settings.of_weights
+    sizes = shape.projections
+    ranks = {name: aligned_rank(*size, settings.ratio) for name, size in sizes.items()}
+    for name, (k, n) in sizes.items():
+        r, dense = ranks[name], plan_xw(tokens, k, n, *machine)
+        yield _row(name, plan_xuv(tokens, k, r, n, *machine, **of_weights) if r else dense, [dense])
     for name, projections in TOGETHER.items():
-        sizes = [shape.projections[projection] for projection in projections]
-        first, second, third = [aligned_rank(k, n, ratio) for k, n in sizes]
+        (width, one), (_, two), (_, three) = [sizes[each] for each in projections]
+        first, second, third = [ranks[each] for each in projections]
         if first is None or second is None or third is None:
             continue
-        (width, one), (_, two), (_, three) = sizes
-        ranks = first, second, third
+        pairs = first, second, third
         if name == "qkv":
-            plan = plan_svd_qkv(
-                *(tokens, width, ranks, (one, two, three), *machine),
-                weight_dtype=stored,
-                compute=compute,
-            )
-            dense = [plan_xw(tokens, width, one + two + three, *machine)]
+            outputs = (one, two, three)
+            plan = plan_svd_qkv(tokens, width, pairs, outputs, *machine, **of_weights)
+            dense = [plan_xw(tokens, width, sum(outputs), *machine)]
         else:
-            plan = plan_svd_mlp(
-                *(tokens, width, ranks, one, width, *machine), weight_dtype=stored, compute=compute
-            )
-            dense = [plan_xw(tokens, k, n, *machine) for k, n in sizes]
-        rows.append(_row(name, plan, dense))
-    return rows
+            plan = plan_svd_mlp(tokens, width, pairs, one, width, *machine, **of_weights)
+            dense = [plan_xw(tokens, *sizes[each], *machine) for each in projections]
+        yield _row(name, plan, dense)
 
 
 def _row(projection: str, plan: "Plan", dense: "list[Plan]") -> dict[str, Any]:
-    """One row; of three pairs r is the largest rank, and N of the MLP the intermediate size.
-
-    The speed-up over the dense launches is a range over the DMA models.
-    """
+    """One row; of three pairs r is the largest rank, and N of the MLP the intermediate size."""
     problem = plan.problem
-    dense_ms = [sum(times) for times in zip(*[d.times_ms for d in dense], strict=True)]
-    speedups = [d / p for d, p in zip(dense_ms, plan.times_ms, strict=True)]
     return {
         "projection": projection,
         "M": problem.M,
@@ -128,19 +123,38 @@ def _row(projection: str, plan: "Plan", dense: "list[Plan]") -> dict[str, Any]:
         "weight_dtype": problem.weight_dtype or problem.dtype,
         "compute": problem.compute,
         "target": problem.target,
-        "form": plan.phase,
         "blocks": plan.arguments,
-        "time_ms": plan.time_ms,
-        "time_low_ms": plan.time_low_ms,
-        "time_high_ms": plan.time_high_ms,
         "regret": plan.regret,
-        "dense_ms": sum([d.time_ms for d in dense]),
+        "bound": plan.bound,
+        **compared_plans([plan], dense),
+    }
+
+
+def compared_plans(
+    plans: "list[Plan]", dense: "list[Plan]", links_ms: float = 0.0, dense_links_ms: float = 0.0
+) -> dict[str, Any]:
+    """Launches beside the dense ones; speed-ups over these are a range over the DMA models.
+
+    Args:
+        plans: one after the other.
+        dense: likewise.
+        links_ms: what ranks exchange beside them.
+        dense_links_ms: likewise.
+    """
+    times = [sum(each) + links_ms for each in zip(*[p.times_ms for p in plans], strict=True)]
+    over = [sum(each) + dense_links_ms for each in zip(*[d.times_ms for d in dense], strict=True)]
+    speedups = [dense_ms / ms for dense_ms, ms in zip(over, times, strict=True)]
+    return {
+        "form": plans[0].phase,
+        "time_ms": times[0],
+        "time_low_ms": min(times),
+        "time_high_ms": max(times),
+        "dense_ms": over[0],
         "speedup_low": min(speedups),
         "speedup_high": max(speedups),
-        "hbm_bytes": plan.hbm_bytes,
-        "instructions": plan.instructions,
-        "launches": len(plan.launches),
-        "bound": plan.bound,
+        "hbm_bytes": sum([plan.hbm_bytes for plan in plans]),
+        "instructions": sum([plan.instructions for plan in plans]),
+        "launches": sum([len(plan.launches) for plan in plans]),
         "worth_it": min(speedups) > 1,
     }
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from neuroncore.cli.console import show_table, stdout
 from neuroncore.hardware import resolve_target
-from neuronmm_ops.cli.plan import speedup_range
+from neuronmm_ops.cli.plan import Settings, compared_plans, speedup_range
 from neuronmm_ops.estimate.exchange import Collectives
 from neuronmm_ops.estimate.layouts import GROUPS, Group, Layout, exchanged, factors
 from neuronmm_ops.estimate.linears import Linear, divided
@@ -15,17 +15,6 @@ from neuronmm_ops.plan import Plan, plan_xuv, plan_xw
 from neuronmm_ops.rank import aligned_rank
 
 DIVIDES: tuple[Layout, ...] = ("one", "both")
-
-
-class Settings(NamedTuple):
-    """What all plans of a call share; names as `plan`'s options."""
-
-    ratio: float
-    dtype: str
-    target: str
-    lnc: int
-    stored: str
-    compute: str
 
 
 def rank_rows(
@@ -51,15 +40,12 @@ def _row(
     group: Group, divide: Layout, own: Linear, tokens: int, links: Collectives, settings: Settings
 ) -> dict[str, Any]:
     """Times are of the launches and the exchange; low rank is beside the dense shard and its."""
-    machine = (settings.dtype, settings.target, settings.lnc)
     shapes = factors(group, divide, own, links.tp)
     sent = exchanged(links, group, divide, tokens, own.r or 0, own.N)
-    dense = plan_xw(tokens, own.K, own.N, *machine)
+    dense = plan_xw(tokens, own.K, own.N, *settings.machine)
     plans = _plans(shapes, bool(sent), tokens, settings) if own.r else [dense]
     of_dense = exchanged(links, group, "dense", tokens, 0, own.N)
     links_ms, dense_links_ms = (sum([each.ms for each in found]) for found in (sent, of_dense))
-    times = [sum(each) + links_ms for each in zip(*[p.times_ms for p in plans], strict=True)]
-    speedups = [(d + dense_links_ms) / t for d, t in zip(dense.times_ms, times, strict=True)]
     return {
         "M": tokens,
         "tp": links.tp,
@@ -67,21 +53,11 @@ def _row(
         "shards": [list(shape) for shape in shapes],
         "weight_dtype": own.stored or settings.dtype,
         "target": links.target,
-        "form": plans[0].phase,
         "blocks": [plan.arguments for plan in plans],
         "collectives": [each._asdict() for each in sent],
         "launches_ms": sum([plan.time_ms for plan in plans]),
         "collectives_ms": links_ms,
-        "time_ms": times[0],
-        "time_low_ms": min(times),
-        "time_high_ms": max(times),
-        "dense_ms": dense.time_ms + dense_links_ms,
-        "speedup_low": min(speedups),
-        "speedup_high": max(speedups),
-        "hbm_bytes": sum([plan.hbm_bytes for plan in plans]),
-        "instructions": sum([plan.instructions for plan in plans]),
-        "launches": sum([len(plan.launches) for plan in plans]),
-        "worth_it": min(speedups) > 1,
+        **compared_plans(plans, [dense], links_ms, dense_links_ms),
     }
 
 
@@ -89,15 +65,11 @@ def _plans(
     shapes: tuple[tuple[int, int], ...], is_cut: bool, tokens: int, settings: Settings
 ) -> list[Plan]:
     """One launch of the pair, or one of each factor where ranks exchange between them."""
-    machine = (settings.dtype, settings.target, settings.lnc)
-    stored, compute = settings.stored, settings.compute
+    machine, of_weights = settings.machine, settings.of_weights
     if is_cut:
-        return [
-            plan_xw(tokens, *each, *machine, weight_dtype=stored, compute=compute)
-            for each in shapes
-        ]
+        return [plan_xw(tokens, *each, *machine, **of_weights) for each in shapes]
     (K, r), (_, N) = shapes
-    return [plan_xuv(tokens, K, r, N, *machine, weight_dtype=stored, compute=compute)]
+    return [plan_xuv(tokens, K, r, N, *machine, **of_weights)]
 
 
 def show_rank_rows(rows: list[dict[str, Any]]) -> None:
