@@ -1,6 +1,5 @@
 """Which versions are installed, which backends run the ops here, which engines, and why not."""
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -11,6 +10,7 @@ import torch
 
 from neuroncore.hardware import TARGET_VARIABLE
 from neuronmm_ops.errors import NkiVersionError
+from neuronmm_ops.extras import version_of
 from neuronmm_ops.integrations.installed import engines
 from neuronmm_ops.ops.backends.cpu import multiplies_fast, name_of
 from neuronmm_ops.ops.backends.environment import (
@@ -60,7 +60,7 @@ def diagnose() -> dict[str, Any]:
     registered, None where it takes none. Imports none of the optional packages.
     """
     versions: dict[str, str | None] = {"python": platform.python_version()}
-    versions |= {package: _version(package) for package in PACKAGES}
+    versions |= {package: version_of(package) for package in PACKAGES}
     fast = [dtype for dtype in DTYPES if multiplies_fast(dtype)]
     names = ", ".join(map(name_of, fast))
     cpu = (
@@ -77,13 +77,6 @@ def diagnose() -> dict[str, Any]:
     return {"versions": versions, "backends": backends, "engines": engines()}
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _cuda() -> tuple[bool, str]:
     if torch.version.cuda is None:
         return False, f"torch {torch.__version__} is built without CUDA"
@@ -96,7 +89,7 @@ def _cuda() -> tuple[bool, str]:
 def _xla() -> tuple[bool, str]:
     if importlib.util.find_spec("torch_xla") is None:
         return False, XLA_INSTALL
-    version = _version("torch-xla") or "without a version"
+    version = version_of("torch-xla") or "without a version"
     line = version.split(".")[:2]
     if line != torch.__version__.split(".")[:2]:
         return False, (
@@ -122,14 +115,14 @@ def _neuron() -> tuple[bool, str]:
     if missing:
         return False, "; ".join([f"needs {' and '.join(missing)}", *_placeholder(), INSTALL])
     package = neuron_package() or NEURON_PACKAGES[0]
-    version = _version(package) or "without a version"
+    version = version_of(package) or "without a version"
     is_lite = package != NEURON_PACKAGES[0]
     if not is_lite and re.match(r"(1|2\.[0-9])(\.|$)", version):
         reason = f"torch_neuronx {version} is for PyTorch/XLA; the device neuron came with 2.10"
         return False, reason
     problem = why_not_compilable()
     reasons = [
-        f"{package} {version} and nki {_version('nki')}",
+        f"{package} {version} and nki {version_of('nki')}",
         f"kernels called {CALL_MODES[expected_call_mode()]}"
         + is_lite * ", in compiled graphs only",
         *([problem] if problem else []),
@@ -142,7 +135,7 @@ def _neuron() -> tuple[bool, str]:
 
 def _placeholder() -> list[str]:
     """What is to be said where the default package index has been asked for nki."""
-    if _version("nki") != PLACEHOLDER:
+    if version_of("nki") != PLACEHOLDER:
         return []
     return [
         f"nki {PLACEHOLDER} is the empty placeholder of the default package index; install nki "

@@ -1,6 +1,7 @@
 """Packages that only some features need: imported when they run, and named where one is missing."""
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 
@@ -17,6 +18,14 @@ def import_extra(name: str, extra: str) -> Any:
         words = f"{error.name} is not installed" if is_missing else " ".join(str(error).split())
         message = f"{words}; run: pip install 'neuronmm-ops[{extra}]'"
         raise ImportError(message, name=error.name) from error
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of a package; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def transformers_models() -> Any:

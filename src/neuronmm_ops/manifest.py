@@ -11,14 +11,13 @@ import os
 import platform
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from neuronmm_ops.checkpoint import read_headers, read_object, weight_files
 from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.extras import version_of
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -35,11 +34,8 @@ def versions() -> dict[str, str]:
 
 def installed_versions(*packages: str) -> dict[str, str]:
     """Return the versions of those packages that are installed."""
-    installed: dict[str, str] = {}
-    for package in packages:
-        with suppress(PackageNotFoundError):
-            installed[package] = version(package)
-    return installed
+    found = {package: version_of(package) for package in packages}
+    return {package: version for package, version in found.items() if version is not None}
 
 
 @dataclass(frozen=True)

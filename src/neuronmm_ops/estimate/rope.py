@@ -29,16 +29,7 @@ def plan_rope(
     M tokens and the weights of the norms; its first result is what `attention` takes. Decode
     (M == 1): none, for `attention_decode` does it.
 
-    Args:
-        M: tokens of each sequence.
-        batch: sequences.
-        heads: query heads, a multiple of kv_heads.
-        kv_heads: key and value heads.
-        head_dim: even, up to 128.
-        head_norm: query and key heads are normalised first (Qwen3).
-        dtype: of activations and caches: bfloat16, float16 or float32.
-        target: trn1, trn2 or trn3.
-        lnc: cores that share the launch.
+    The arguments are those of `plan_attention`; with head_norm heads are normalised first.
 
     Raises:
         ValueError: sizes that are no attention.

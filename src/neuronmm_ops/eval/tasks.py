@@ -79,7 +79,7 @@ def run_tasks(
     with _talking_to_nobody(), eval_mode(model):
         # lm-eval gives the tokenizer a pad token.
         lm = harness.Harness(model, copy.deepcopy(tokenizer), told, batch_size=batch_size)
-        manager = _manager(tasks, include_path)
+        manager = manager_of(tasks, include_path)
         loaded = [each for name in tasks for each in _load(manager, name)]
         try:
             results = evaluator.simple_evaluate(
@@ -139,8 +139,12 @@ def _check_numbers(num_fewshot: int | None, limit: int | None, batch_size: int) 
             raise ValueError(f"{name} must be at least {smallest}, got {value}")
 
 
-def _manager(tasks: Sequence[str], include_path: str | Path | None) -> Any:
-    """Return lm-eval's index of tasks, which holds all of the names."""
+def manager_of(tasks: Sequence[str], include_path: str | Path | None) -> Any:
+    """Return lm-eval's index of tasks.
+
+    Raises:
+        ValueError: it does not hold all of the names, or none is given.
+    """
     if not tasks:
         raise ValueError(f"give at least one task, such as {', '.join(PAPER_TASKS)}")
     make = import_quietly("lm_eval.tasks").TaskManager

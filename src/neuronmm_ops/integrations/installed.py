@@ -5,11 +5,12 @@ By the metadata of distributions alone: no engine is imported.
 
 import os
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
 from neuroncore.hardware import TARGET_VARIABLE
 from neuronmm_ops.errors import NkiVersionError
+from neuronmm_ops.extras import version_of
 from neuronmm_ops.ops.backends.environment import (
     NEURON_PACKAGES,
     core,
@@ -100,12 +101,8 @@ def _optimum() -> InstalledEngine:
 
 def _first(*names: str) -> tuple[str, str | None]:
     """The first of several distributions of one engine that is installed, and its version."""
-    for name in names:
-        try:
-            return name, version(name)
-        except PackageNotFoundError:
-            continue
-    return names[0], None
+    found = ((name, version_of(name)) for name in names)
+    return next((each for each in found if each[1] is not None), (names[0], None))
 
 
 def _answer(

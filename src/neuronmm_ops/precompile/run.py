@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from neuroncore.hardware import TARGET_VARIABLE
 from neuronmm_ops.errors import NkiVersionError
+from neuronmm_ops.extras import version_of
 from neuronmm_ops.kernels import source_fingerprint
 from neuronmm_ops.ops.backends.environment import (
     LNC_VARIABLE,
@@ -114,11 +114,9 @@ def installed() -> dict[str, str]:
         ImportError: one is not installed, or only the empty placeholder of the default index.
         NkiVersionError: the kernels cannot compile with that nki.
     """
-    release, compiler = nki_release(), None
-    with suppress(importlib.metadata.PackageNotFoundError):
-        if is_installed("neuronxcc"):  # the placeholder neuronx-cc 1.0.post1 has no such module
-            compiler = importlib.metadata.version("neuronx-cc")
-    found = {"nki": release, "neuronx-cc": compiler}
+    # the placeholder neuronx-cc 1.0.post1 has no such module
+    compiler = version_of("neuronx-cc") if is_installed("neuronxcc") else None
+    found = {"nki": nki_release(), "neuronx-cc": compiler}
     missing = [name for name, version in found.items() if version is None]
     if missing:
         raise ImportError(

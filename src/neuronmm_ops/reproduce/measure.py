@@ -1,6 +1,6 @@
 """What one cell is: the work behind each kind, given the models that it is of."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -13,9 +13,8 @@ from neuronmm_ops.compress import CompressionReport, SVDConfig
 from neuronmm_ops.compress.pipeline import check_storage
 from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.eval import encode_documents, perplexities, token_perplexity
-from neuronmm_ops.eval.extra import import_quietly
 from neuronmm_ops.eval.perplexity import block_length
-from neuronmm_ops.eval.protocols import CORPORA, check_name
+from neuronmm_ops.eval.protocols import CORPORA
 from neuronmm_ops.eval.tasks import run_tasks
 from neuronmm_ops.hf.loading import local_directory
 from neuronmm_ops.manifest import tensor_hashes, weights_sha256
@@ -26,20 +25,6 @@ from neuronmm_ops.reproduce.config import NATIVE, Modelled, Reproduction
 
 # What lm-eval calls the share of questions whose right choice is likelier than every other.
 ACCURACY = "acc,none"
-
-
-def check_tasks(asked: Reproduction, tasks: Sequence[str]) -> None:
-    """Raise ValueError where lm-eval, with the file's own tasks, does not know a task."""
-    include = asked.evaluate.include
-    if not tasks:
-        return
-    make = import_quietly("lm_eval.tasks").TaskManager
-    # Reading lm-eval's own files takes seconds, so only where they are needed.
-    known = make(include_path=include, include_defaults=False).all_tasks if include else []
-    if not set(tasks) <= set(known):
-        known = make(include_path=include).all_tasks
-    for name in tasks:
-        check_name("task of evaluate.tasks", name, known)
 
 
 def check_methods(asked: Reproduction) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from neuronmm_ops import hf
 from neuronmm_ops.checkpoint import read_config
 from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.eval.tasks import manager_of
 from neuronmm_ops.hf.computing import check_device
 from neuronmm_ops.hf.loading import local_directory
 from neuronmm_ops.manifest import tensor_hashes, weights_sha256
@@ -57,7 +58,8 @@ def run(
     planned, known = plan(asked), Store(output)
     tasks = {cell.subject for cell in planned.cells if cell.kind == "task" and not known.read(cell)}
     measure.check_methods(asked)
-    measure.check_tasks(asked, sorted(tasks))
+    if tasks:
+        manager_of(sorted(tasks), asked.evaluate.include)
     with open_store(output) as store:
         return _Run(asked, planned, store, progress, tell).all()
 
