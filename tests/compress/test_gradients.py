@@ -123,8 +123,11 @@ def test_errors_name_the_layer():
 
     class Unused(GatedMLP):
         def forward(self, x):
-            self.down_proj(self.up_proj(x))
+            self.up_proj(x)
+            with torch.no_grad():
+                self.down_proj(self.up_proj(x))
             return self.gate_proj(x)
 
-    with pytest.raises(ValueError, match="the loss does not depend on up_proj; leave it out"):
-        collect_gradients(Unused(), {"up_proj": "scale"}, [torch.randn(1, 4, 8)])
+    for name in ("up_proj", "down_proj"):
+        with pytest.raises(ValueError, match=f"the loss does not depend on {name}; leave it out"):
+            collect_gradients(Unused(), {name: "scale"}, [torch.randn(1, 4, 8)])

@@ -121,6 +121,8 @@ class _Sums:
         ) -> Tensor:
             (x,) = args or kwargs.values()
             check_activations(name, "input", x)
+            if not torch.is_grad_enabled():  # as in an indexer, which only chooses tokens
+                return output
             # The model is frozen: what the first Linear returns is where gradients end.
             if not output.requires_grad:
                 output = output.requires_grad_()
