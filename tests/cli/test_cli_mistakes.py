@@ -44,7 +44,7 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("--tokens many", "M or M:WEIGHT,M:WEIGHT; got 'many'"),
         ("--tokens 1:0.8,2048", "M or M:WEIGHT,M:WEIGHT; got '1:0.8,2048'"),
         ("--tokens 1:nan", "each with a positive weight"),
-        ("--tokens 1:0.8,8:0.2", "tokens are of budget time"),
+        ("--tokens 1:0.8,8:0.2", "budget time alone has tokens"),
         ("--layer-ratio up_proj", "PATTERN=R or PATTERN=LO:HI; got 'up_proj'"),
         ("--layer-ratio =0.5", "PATTERN=R or PATTERN=LO:HI; got '=0.5'"),
         ("--layer-ratio up_proj=half", "PATTERN=LO:HI; got 'up_proj=half'"),

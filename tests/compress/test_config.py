@@ -33,7 +33,7 @@ configs = st.builds(
 
 @given(configs)
 @example(SVDConfig(method="swift", importance="perplexity"))
-@example(SVDConfig(budget="time", target="trn2", tokens={1: 0.8, 2048: 1}))
+@example(SVDConfig(budget="time", target="trn2", tokens={1: 0.8, 2048: 1}, lnc=2))
 def test_json_round_trip(config):
     again = SVDConfig.from_json(config.to_json())
     assert again == config
@@ -55,6 +55,7 @@ def test_the_document():
         "budget": "parameters",
         "target": None,
         "tokens": 1,
+        "lnc": 1,
         "layer_ratios": {},
         "storage": None,
         "head_storage": None,
@@ -99,6 +100,8 @@ BAD = [
     ("block", 128.0, TypeError, "block must be an integer, got 128.0"),
     ("block", True, TypeError, "block must be an integer, got True"),
     ("block", "128", TypeError, "block must be an integer, got '128'"),
+    ("lnc", True, TypeError, "lnc must be an integer, got True"),
+    ("lnc", 2, ValueError, "budget time alone has lnc, got 2 and parameters"),
     ("alpha", -0.1, ValueError, "alpha must be in [0, 1], got -0.1"),
     ("alpha", 1.5, ValueError, "got 1.5"),
     ("alpha", math.nan, ValueError, "got nan"),
@@ -171,7 +174,7 @@ def test_other_documents_are_refused(text):
     [
         ({"method": "zero-sum", "importance": "error"}, "got 'error', zero-sum and greedy"),
         ({"allocation": "uniform", "importance": "gradient"}, "leave it out, or use another"),
-        ({"tokens": 8}, "tokens are of budget time, got 8 and parameters"),
+        ({"tokens": 8}, "budget time alone has tokens, got 8 and parameters"),
     ],
 )
 def test_an_option_that_the_others_do_not_take_is_refused(options, message):
@@ -185,6 +188,8 @@ def test_a_target_is_known_by_any_of_its_names():
     assert SVDConfig(budget="time", target="gen3").target == "trn2"
     with pytest.raises(ValueError, match="target must be one of"):
         SVDConfig(budget="time", target="trn9")
+    with pytest.raises(ValueError, match="lnc must be 1, or 2 on trn2 and trn3; got 2 on trn1"):
+        SVDConfig(budget="time", target="trn1", lnc=2)
     with pytest.raises(ValueError, match="allocation uniform knows no budget in bytes; use greedy"):
         SVDConfig(budget="bytes", allocation="uniform")
 

@@ -157,14 +157,15 @@ def test_matrices_without_a_rank_are_rounded():
 def test_time_is_a_cost_too(monkeypatch, tokens, taken):
     """Here a launch of a pair takes its rank, of a dense matrix 60, of int8 or fp8 half."""
 
-    def time_us(K, N, rank, M, dtype, target, stored):
+    def time_us(K, N, rank, M, dtype, target, stored, lnc=2):
+        assert lnc == 2
         halved = dtype_name("int8" if M == 1 else "fp8")
         return (60 if rank is None else rank) * (0.5 if stored == halved else 1.0)
 
     monkeypatch.setattr(budget, "time_us", time_us)
     model = causal_lm(**WIDER)
     changed = {"ratio": 0.4, "targets": "mlp", "budget": "time", "target": "trn2"}
-    config = SVDConfig(**{**AUTO.__dict__, **changed, "tokens": tokens})
+    config = SVDConfig(**{**AUTO.__dict__, **changed, "tokens": tokens, "lnc": 2})
     report = compress_(model, config, token_batches(10))
     assert {layer.storage for layer in report.layers} - {None} == {taken}
     weights = config.token_weights

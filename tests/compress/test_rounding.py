@@ -128,6 +128,8 @@ def test_a_budget_of_time_knows_the_storage():
         assert time_us(*sizes, 512, 1, "bfloat16", "trn2", storage.dtype) < native
         dense = time_us(*sizes, None, 1, "bfloat16", "trn2", storage.dtype)
         assert dense < time_us(*sizes, None, 1, "bfloat16", "trn2")
+        two_cores = time_us(*sizes, None, 1, "bfloat16", "trn2", storage.dtype, lnc=2)
+        assert two_cores < dense
         assert (ranks[name] or 1024) > ranks[None]
 
 

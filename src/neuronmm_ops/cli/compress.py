@@ -112,6 +112,9 @@ def _add_allocation(command: argparse.ArgumentParser) -> None:
         "1:0.8,2048:0.2",
     )
     group.add_argument(
+        "--lnc", type=int, help="NeuronCores of a launch, with --budget time (default 1)"
+    )
+    group.add_argument(
         "--layer-ratio",
         dest="layer_ratios",
         type=layer_ratio,

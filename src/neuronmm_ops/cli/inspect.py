@@ -149,4 +149,6 @@ def _listed(fields: dict[str, Any]) -> str:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, dict):  # as it is written on the command line
+        return ",".join(f"{key}:{each}" for key, each in value.items()) or "none"
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -164,7 +164,7 @@ def _cost(
         matrix, dtype = matrices[name], name_of(dtypes[name])
         size, stored = (matrix.K, matrix.N, choice.rank), dtype_name(choice.storage) or ""
         return sum(
-            weight * time_us(*size, tokens, dtype, config.target, stored)
+            weight * time_us(*size, tokens, dtype, config.target, stored, config.lnc)
             for tokens, weight in config.token_weights
         )
 
@@ -184,7 +184,14 @@ def _budget(config: SVDConfig, names: Iterable[str], cost: Cost) -> float:
 
 @cache  # many layers are of one shape
 def time_us(
-    K: int, N: int, rank: Rank, M: int, dtype: str, target: str | None, stored: str = ""
+    K: int,
+    N: int,
+    rank: Rank,
+    M: int,
+    dtype: str,
+    target: str | None,
+    stored: str = "",
+    lnc: int = 1,
 ) -> float:
     """Return the modelled microseconds of `xuv` at a rank, or of the dense `xw` for None.
 
@@ -198,12 +205,14 @@ def time_us(
         dtype: of x.
         target: `trn1`, `trn2` or `trn3`.
         stored: the dtype of matrices in one byte; empty for `dtype`.
+        lnc: NeuronCores of a launch.
     """
+    machine = dtype, target, lnc
     if rank is None:
-        return 1e3 * plan_xw(M, K, N, dtype, target, weight_dtype=stored).time_ms
+        return 1e3 * plan_xw(M, K, N, *machine, weight_dtype=stored).time_ms
 
     def planned_us(planned: int) -> float:
-        return 1e3 * plan_xuv(M, K, planned, N, dtype, target, weight_dtype=stored).time_ms
+        return 1e3 * plan_xuv(M, K, planned, N, *machine, weight_dtype=stored).time_ms
 
     # an allocation asks for hundreds of ranks, and a plan takes a second: some are planned
     step = -(-min(K, N) // (PLANNED_RANKS * PARTITIONS)) * PARTITIONS

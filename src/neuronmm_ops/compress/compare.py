@@ -43,7 +43,8 @@ def candidates(
     found, linears = [config], select_targets(model, config).linears
     if config.method == "kfac" and config.allocation == "greedy":
         found.append(replace(config, method="kfac-drift"))
-    plain = replace(config, budget="parameters", target=None, tokens=1, storage=config.one_byte)
+    free = {"budget": "parameters", "target": None, "tokens": 1, "lnc": 1}
+    plain = replace(config, **free, storage=config.one_byte)
     if config.is_mixed:
         fitting = set.intersection(
             *(set(storages_of(each.in_features, each.out_features)) for each in linears.values())

@@ -53,6 +53,7 @@ class SVDConfig:
         target: `trn1`, `trn2` or `trn3`, for budget `time`.
         tokens: M, for budget `time` alone; 1 is decoding. Or several, each with the weight of a
             launch of so many in the sum that is the cost: `{1: 0.8, 2048: 0.2}`.
+        lnc: NeuronCores of a launch, for budget `time` alone: 1, or 2 on trn2 and trn3.
         layer_ratios: target (as in `targets`) to a ratio of its own for every layer it selects,
             which then takes no part in the common budget (0 keeps it dense); or to the smallest and
             largest ratio it may get. The first that selects a layer holds.
@@ -78,6 +79,7 @@ class SVDConfig:
     budget: str = "parameters"
     target: str | None = None
     tokens: Tokens = 1
+    lnc: int = 1
     layer_ratios: Mapping[str, LayerRatio] | tuple[tuple[str, LayerRatio], ...] = ()
     storage: str | None = None
     head_storage: str | None = None
@@ -93,8 +95,10 @@ class SVDConfig:
                 "ratio must be in (0, 1), the fraction of parameters removed, or 0 with storage "
                 f"{' or '.join(ONE_BYTE)}; got {self.ratio}"
             )
-        if not isinstance(self.block, int) or isinstance(self.block, bool):
-            raise TypeError(f"block must be an integer, got {self.block!r}")
+        for name in ("block", "lnc"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
         if self.block < STEP or self.block % STEP:
             raise ValueError(f"block must be a positive multiple of {STEP}, got {self.block}")
         if not 0 <= self.alpha <= 1:
@@ -117,8 +121,10 @@ class SVDConfig:
                 "budget time needs a target (trn1, trn2 or trn3), and no other budget has one; "
                 f"got budget {self.budget} and target {self.target}"
             )
-        if self.budget != "time" and self.tokens != 1:
-            raise ValueError(f"tokens are of budget time, got {self.tokens} and {self.budget}")
+        for name in ("tokens", "lnc"):
+            value = getattr(self, name)
+            if self.budget != "time" and value != 1:
+                raise ValueError(f"budget time alone has {name}, got {value} and {self.budget}")
         if self.budget != "parameters" and self.allocation == "uniform":
             raise ValueError(f"allocation uniform knows no budget in {self.budget}; use greedy")
         if self.is_mixed and (self.budget == "parameters" or self.method in ("plain", "zero-sum")):
@@ -134,7 +140,9 @@ class SVDConfig:
                 f"{self.importance!r}, {self.method} and {self.allocation}"
             )
         if self.target is not None:
-            object.__setattr__(self, "target", resolve_target(self.target).target)
+            hardware = resolve_target(self.target)
+            hardware.check_lnc(self.lnc)
+            object.__setattr__(self, "target", hardware.target)
         object.__setattr__(self, "targets", _checked_targets(self.targets))
         object.__setattr__(self, "layer_ratios", _checked_ratios(self.layer_ratios))
 
