@@ -29,7 +29,8 @@ MAX_FULL = 2048
 MIN_EIGENVALUE = 1e-13
 
 
-def _side(K: int, N: int) -> Side:
+def side(K: int, N: int) -> Side:
+    """The smaller side, where eigenvectors are found."""
     return "output" if N <= K else "input"
 
 
@@ -94,4 +95,4 @@ def damped(c: Tensor) -> Tensor:
     return c + damping * (torch.eye(len(c)).to(c) if c.dim() == 2 else 1)
 
 
-METHOD = Method(_factor, side=_side, gradient=_gradient, is_loss=True)
+METHOD = Method(_factor, side=side, gradient=_gradient, is_loss=True)

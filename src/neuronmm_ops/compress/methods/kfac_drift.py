@@ -14,7 +14,7 @@ def _factor(w: Tensor, statistics: Statistics, rank: int) -> Factorization:
     moment, c = statistics.moment, kfac.damped(statistics.gradient)
     best, gram = drift.regression(w, moment, statistics.cross)
     N, K = w.shape
-    if kfac.METHOD.side(K, N) == "output":
+    if kfac.side(K, N) == "output":
         found = kfac.from_outputs(best.t(), c, best.t() @ gram @ best, rank)
     else:
         found = kfac.from_inputs(best.t(), c, drift.root(moment), rank)
