@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from neuroncore.cli.console import show_table, stdout
-from neuronmm_ops.cli.parser import add_command, add_numbers
+from neuronmm_ops.cli.parser import add_command, add_numbers, chosen
 from neuronmm_ops.extras import transformers_models
 from neuronmm_ops.progress import progress_bars
 
@@ -37,8 +37,7 @@ def _run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     with progress_bars() as progress:
         names = ("prompt", "new", "batch", "compile", "rounds", "device")
-        asked = {name: getattr(options, name) for name in names}
-        return generate.run(options.directories, **asked, progress=progress)
+        return generate.run(options.directories, **chosen(options, *names), progress=progress)
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

@@ -13,6 +13,7 @@ from neuronmm_ops.cli.parser import (
     add_numbers,
     add_shape,
     add_storages,
+    chosen,
     numbers_of,
 )
 from neuronmm_ops.estimate.ends import spread
@@ -60,7 +61,7 @@ def _model(options: argparse.Namespace) -> dict[str, Any] | list[dict[str, Any]]
     from neuronmm_ops.estimate.subject import Options
 
     ranks = numbers_of("--tp", options.tp)
-    asked = {field.name: getattr(options, field.name) for field in fields(Options)}
+    asked = chosen(options, *[field.name for field in fields(Options)])
     asked |= {"tp": ranks[0], "targets": options.targets and tuple(options.targets)}
     with progress_bars() as progress:
         documents = model.run_each(options.model, Options(**asked), ranks, progress)

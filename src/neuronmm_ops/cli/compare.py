@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from neuroncore.cli.console import check_output, show_table, stdout
-from neuronmm_ops.cli.parser import add_command, add_texts, texts_of
+from neuronmm_ops.cli.parser import add_command, add_texts, chosen, texts_of
 from neuronmm_ops.extras import transformers_models
 from neuronmm_ops.progress import progress_bars
 
@@ -47,9 +47,7 @@ def _compare(options: argparse.Namespace) -> list[dict[str, Any]]:
             options.directories,
             texts,
             options.dense,
-            seqlen=options.seqlen,
-            dtype=options.dtype,
-            device=options.device,
+            **chosen(options, "seqlen", "dtype", "device"),
             progress=progress,
         )
     if options.plot is not None:

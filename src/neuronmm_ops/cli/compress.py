@@ -24,7 +24,7 @@ KEYWORDS = (
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     description = "make a model smaller: low-rank factors replace its Linears"
-    options = ("--ratio", "--seqlen", "--dtype", "--device")
+    options = ("--ratio", "--seqlen", "--dtype", "--device", "--force")
     example = "model -o small --ratio 0.3 --calibration train.txt"
     command = add_command(
         commands, "compress", _compress, _show, description, *options, example=example
@@ -72,9 +72,6 @@ def add(commands: Any) -> None:
         help="try uniform whitening, kfac-drift and, for auto, dense storages too, and take what "
         "diverges least on text kept apart",
     )
-    command.add_argument(
-        "--force", action="store_true", help="replace OUT if it is a compressed checkpoint"
-    )
     # None is "not given", so that the record's values or the library's defaults hold.
     command.set_defaults(**dict.fromkeys(("ratio", *KEYWORDS)))
 
@@ -112,7 +109,10 @@ def _add_allocation(command: argparse.ArgumentParser) -> None:
         "1:0.8,2048:0.2",
     )
     group.add_argument(
-        "--lnc", type=int, help="NeuronCores of a launch, with --budget time (default 1)"
+        "--lnc",
+        type=int,
+        choices=(1, 2),
+        help="NeuronCores of a launch, with --budget time (default 1)",
     )
     group.add_argument(
         "--layer-ratio",

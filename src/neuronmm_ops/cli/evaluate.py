@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from neuroncore.cli.console import show_fields, show_table, stderr, stdout
-from neuronmm_ops.cli.parser import add_command
+from neuronmm_ops.cli.parser import add_command, chosen
 from neuronmm_ops.cli.workers import launched
 from neuronmm_ops.extras import transformers_models
 from neuronmm_ops.progress import Update, progress_bars
@@ -161,10 +161,7 @@ def _tasks(
         model,
         tokenizer,
         options.tasks,
-        num_fewshot=options.num_fewshot,
-        limit=options.limit,
-        batch_size=options.batch_size,
-        include_path=options.include_path,
+        **chosen(options, "num_fewshot", "limit", "batch_size", "include_path"),
         progress=progress,
     )
 

@@ -15,6 +15,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "a Transformers directory, or a hub id ORG/NAME",
     },
     "--text": {"type": Path, "required": True, "metavar": "FILE"},
+    "--force": {"action": "store_true", "help": "replace OUT if it is a compressed checkpoint"},
     "--seqlen": {
         "type": int,
         "help": "tokens in a block (default: 2048, or the model's limit)",
@@ -59,6 +60,11 @@ def add_command(
     for option in options:
         command.add_argument(option, **OPTIONS[option])
     return command
+
+
+def chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return the values of options by their names, as keyword arguments of what is run."""
+    return {name: getattr(options, name) for name in names}
 
 
 def add_group(commands: Any, name: str, dest: str, description: str, example: str) -> Any:

@@ -11,6 +11,7 @@ from neuronmm_ops.cli.parser import (
     add_shape,
     add_storages,
     add_tokens,
+    chosen,
     numbers_of,
     tokens_of,
 )
@@ -48,8 +49,9 @@ def _compile(options: argparse.Namespace) -> dict[str, Any]:
     tokens = tokens_of(options)
     (seconds, *_) = numbers_of("--timeout", options.timeout, "1800")
     names = ("target", "lnc", "ratio", "storage", "storage_dense", "storage_lm_head")
-    asked = {name: getattr(options, name) for name in names}
-    settings = Options(**asked, targets=options.targets and tuple(options.targets))
+    settings = Options(
+        **chosen(options, *names), targets=options.targets and tuple(options.targets)
+    )
     with progress_bars() as progress:
         return run(options.model, tokens, settings, options.output, seconds, progress)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronmm_ops.cli.inspect import show_summary, summary
-from neuronmm_ops.cli.parser import add_command, add_output
+from neuronmm_ops.cli.parser import add_command, add_output, chosen
 from neuronmm_ops.extras import transformers_models
 from neuronmm_ops.progress import progress_bars
 
@@ -14,8 +14,9 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     description = "round a compressed or recovered model's matrices to a storage"
     example = "recovered -o rounded --storage int8"
+    options = ("--device", "--seqlen", "--force")
     command = add_command(
-        commands, "quantize", _quantize, show_summary, description, "--device", example=example
+        commands, "quantize", _quantize, show_summary, description, *options, example=example
     )
     command.add_argument("model", metavar="DIR", help="a compressed checkpoint in floats")
     add_output(command, "the new directory")
@@ -29,12 +30,6 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--samples", type=int, default=128, help="calibration blocks (default 128)"
     )
-    command.add_argument(
-        "--seqlen", type=int, help="tokens in a block (default: 2048, or the model's limit)"
-    )
-    command.add_argument(
-        "--force", action="store_true", help="replace OUT if it is a compressed checkpoint"
-    )
 
 
 def _quantize(options: argparse.Namespace) -> dict[str, Any]:
@@ -45,10 +40,7 @@ def _quantize(options: argparse.Namespace) -> dict[str, Any]:
             options.storage,
             options.calibration,
             options.output,
-            samples=options.samples,
-            seqlen=options.seqlen,
-            device=options.device,
-            force=options.force,
+            **chosen(options, "samples", "seqlen", "device", "force"),
             progress=progress,
         )
     return {"output": str(options.output), **summary(report)}

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronmm_ops.cli.inspect import show_recovery
-from neuronmm_ops.cli.parser import add_command, add_output
+from neuronmm_ops.cli.parser import add_command, add_output, chosen
 from neuronmm_ops.extras import transformers_models
 from neuronmm_ops.progress import progress_bars
 
@@ -14,8 +14,9 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     description = "train a compressed model's factors, to win back quality"
     example = "small --data train.txt --minutes 10 -o recovered"
+    options = ("--device", "--force")
     command = add_command(
-        commands, "recover", _recover, _show, description, "--device", example=example
+        commands, "recover", _recover, _show, description, *options, example=example
     )
     command.add_argument("model", metavar="DIR", help="a compressed checkpoint")
     add_output(command, "the new directory")
@@ -50,9 +51,6 @@ def add(commands: Any) -> None:
         help="sequential (default): u, then v; joint: both at once",
     )
     command.add_argument("--seed", type=int, default=0, help="seed of the data's order (default 0)")
-    command.add_argument(
-        "--force", action="store_true", help="replace OUT if it is a compressed checkpoint"
-    )
 
 
 def _recover(options: argparse.Namespace) -> dict[str, Any]:
@@ -60,15 +58,9 @@ def _recover(options: argparse.Namespace) -> dict[str, Any]:
 
     if options.minutes is not None and options.steps is not None:
         raise ValueError("--minutes and --steps are both the length of the training; give one")
-    config = RecoverConfig(
-        method=options.method,
-        minutes=RecoverConfig.minutes if options.minutes is None else options.minutes,
-        steps=options.steps,
-        seqlen=options.seqlen,
-        learning_rate=options.learning_rate,
-        lora_order=options.lora_order,
-        seed=options.seed,
-    )
+    names = ("method", "steps", "seqlen", "learning_rate", "lora_order", "seed")
+    minutes = RecoverConfig.minutes if options.minutes is None else options.minutes
+    config = RecoverConfig(**chosen(options, *names), minutes=minutes)
     hf = transformers_models()
     text = hf.read_text(options.data)
     with progress_bars() as progress:
@@ -77,9 +69,7 @@ def _recover(options: argparse.Namespace) -> dict[str, Any]:
             text,
             options.output,
             config,
-            dense=options.dense,
-            device=options.device,
-            force=options.force,
+            **chosen(options, "dense", "device", "force"),
             progress=progress,
         )
     return {"output": str(options.output), **report.provenance["recovery"][-1]}
