@@ -9,7 +9,6 @@ What cannot be read or does not fit raises CheckpointError.
 """
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,7 +34,6 @@ _LARGEST = {
 }
 # Of a record: Transformers copies and prints each of them several times before it looks for one.
 _MOST_LAYERS = 20_000
-_IN_STACK = re.compile(r"\.\d+\.")
 
 
 # --- the directory
@@ -154,8 +152,8 @@ def inspect_headers(directory: Path) -> tuple[CompressionReport, dict[str, "Tens
     report = report_of(record)
     headers = read_headers(weight_files(directory))
     check_float(headers)
-    if not are_renamed(headers, report.layers):
-        check_tensors(headers, report.layers)
+    renamed = renamed_in(headers, report.layers)
+    check_tensors(headers, [layer for layer in report.layers if layer.name not in renamed])
     return report, headers
 
 
@@ -231,19 +229,35 @@ def check_tensors(headers: Mapping[str, TensorHeader], layers: Iterable[LayerRep
             )
 
 
-def are_renamed(headers: Mapping[str, TensorHeader], layers: Iterable[LayerReport]) -> bool:
-    """Say whether the replaced layers' matrices are all there, under other names.
+def renamed_in(headers: Mapping[str, TensorHeader], layers: Iterable[LayerReport]) -> set[str]:
+    """Return the names of replaced layers whose matrices are all there, under other names.
 
-    Transformers renames some architectures' tensors on saving, and back on loading.
+    Transformers renames some architectures' modules on saving, and back on loading: under the old
+    name nothing is left then, and what is there instead has the same shapes.
     """
     ends = (".u", ".v", ".w")
-    replaced = [_expected(layer) for layer in layers if layer.is_replaced]
-    matrices = {n: size for each in replaced for n, size in each.items() if n.endswith(ends)}
-    stored = [(n[-2:], header.shape) for n, header in headers.items() if n.endswith(ends)]
-    same = Counter(stored) == Counter((n[-2:], shape) for n, shape in matrices.items())
-    # Beside renamed stacks of layers an output layer keeps its name, as a classifier does.
-    in_stacks = {name for name in matrices if _IN_STACK.search(name)} or set(matrices)
-    return same and not in_stacks & set(headers)
+    sizes = {
+        name: (shape, layer.name)
+        for layer in layers
+        if layer.is_replaced
+        for name, shape in _expected(layer).items()
+        if name.endswith(ends)
+    }
+    absent = {name: each for name, each in sizes.items() if name not in headers}
+    others = {n: each.shape for n, each in headers.items() if n.endswith(ends) and n not in sizes}
+    modules = {name.rsplit(".", 1)[0] for name in headers}
+    modules |= {parent for name in modules for parent in _parents(name)}
+    is_whole = not any(layer.rpartition(".")[0] in modules for _, layer in absent.values())
+    wanted = Counter((name[-2:], shape) for name, (shape, _) in absent.items())
+    same = wanted == Counter((name[-2:], shape) for name, shape in others.items())
+    return {layer for _, layer in absent.values()} if same and is_whole else set()
+
+
+def _parents(module: str) -> Iterator[str]:
+    """Yield the modules that one is part of."""
+    while "." in module:
+        module = module.rpartition(".")[0]
+        yield module
 
 
 # --- helpers

@@ -33,6 +33,7 @@ QWEN25_VISION = {
     "out_hidden_size": 64,
     "num_heads": 4,
 }
+MIXED = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 260}
 MAMBA = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 260, "state_size": 8}
 MAMBA2 = {**MAMBA, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}
@@ -57,6 +58,7 @@ RENAMED: dict[str, Callable[[], PreTrainedModel]] = {
             text_config=t.MistralConfig(**SIZES), vision_config=t.PixtralVisionConfig(**PIXTRAL)
         )
     ),
+    "laguna": lambda: t.LagunaForCausalLM(t.LagunaConfig(**MIXED)),  # shared experts alone
     "vit": lambda: t.ViTForImageClassification(t.ViTConfig(**VISION)),
 }
 READING_WEIGHTS: dict[str, Callable[[], PreTrainedModel]] = {
