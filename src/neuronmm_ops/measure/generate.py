@@ -6,7 +6,6 @@ paired rounds in one process, memory of processes of their own.
 
 import platform
 import statistics
-import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,14 +27,14 @@ from neuronmm_ops.hf.loading import load_tokenizer, local_directory
 from neuronmm_ops.manifest import installed_versions
 from neuronmm_ops.measure.generation import Alone, Timing, alone, checked, timed
 from neuronmm_ops.measure.runner import in_own_process
-from neuronmm_ops.measure.timing import MIN_ROUNDS, cpu_name
+from neuronmm_ops.measure.timing import cpu_name, in_turn
 from neuronmm_ops.ops.backends.cpu import name_of
 
 PROMPT = 512
 NEW = 64
 ROUNDS = 7
 LIMIT_S = 60.0
-"""Seconds after which no further round of two models starts, once `MIN_ROUNDS` are timed."""
+"""Seconds after which no further round of two models starts, see `timing.in_turn`."""
 TEXT = (
     "A river begins where rain gathers on high ground and finds a way down. It is narrow at first, "
     "quick and clear, and it carries sand and leaves along. Further on the land is flat, the water "
@@ -224,14 +223,10 @@ def _interleaved(
     stage: str,
     progress: Progress | None,
 ) -> dict[Key, list[Timing]]:
-    """Let the candidates generate in turn; each round starts at another one."""
+    """Let the candidates generate `in_turn`."""
     times: dict[Key, list[Timing]] = {key: [] for key in keys}
-    start = time.perf_counter()
-    for index in range(rounds):
-        if index >= MIN_ROUNDS and time.perf_counter() - start > LIMIT_S:
-            break
-        shift = index % len(keys)
-        for key in [*keys[shift:], *keys[:shift]]:
+    for index, order in in_turn(keys, rounds, LIMIT_S):
+        for key in order:
             times[key].append(timed(models[key[0]], ids, new, key[1]))
         if progress:
             progress(stage, index + 1, rounds)

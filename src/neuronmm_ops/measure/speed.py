@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.compress.calibrate import Progress
-from neuronmm_ops.measure.timing import MIN_ROUNDS, PairedTimes
+from neuronmm_ops.measure.timing import PairedTimes, in_turn
 
 TimedPhase = Literal["prefill", "decode", "end_to_end"]
 DECODE_PROMPT = 64
@@ -60,7 +60,7 @@ def paired_speed(
             T leaves no room for these.
         decode_tokens: decoded in a run.
         rounds: in each of which both models run both phases.
-        limit_s: seconds after which no further round starts once `MIN_ROUNDS` are timed.
+        limit_s: as `in_turn` takes it.
         progress: called with ("speed", rounds done, rounds in all).
 
     Raises:
@@ -74,12 +74,8 @@ def paired_speed(
         _decode_ms(model, prompt, min(4, decode_tokens))
     prefill: dict[str, list[float]] = {name: [] for name in models}
     decode: dict[str, list[float]] = {name: [] for name in models}
-    start = time.perf_counter()
-    for index in range(rounds):
-        if index >= MIN_ROUNDS and time.perf_counter() - start > limit_s:
-            break
-        # The order alternates, so that neither model always runs on caches that the other filled.
-        order = list(models) if index % 2 == 0 else list(reversed(models))
+    # The order alternates, so that neither model always runs on caches that the other filled.
+    for index, order in in_turn(list(models), rounds, limit_s):
         for name in order:
             prefill[name].append(_prefill_ms(models[name], tokens))
         for name in order:

@@ -3,13 +3,15 @@
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+Name = TypeVar("Name")
 COLD_BYTES = 512 * 2**20
 """More than a CPU's caches: weights that are read again after this many bytes come from memory."""
 MIN_ROUNDS = 3
@@ -46,6 +48,22 @@ def copies_for(weight_bytes: int, cold_bytes: int = COLD_BYTES) -> int:
     return max(1, -(-cold_bytes // weight_bytes))
 
 
+def in_turn(
+    names: Sequence[Name], rounds: int, limit_s: float, warmup: int = 0
+) -> Iterator[tuple[int, list[Name]]]:
+    """Yield each round's number and its candidates in order: every round starts at another one.
+
+    Rounds of a warm-up have numbers below 0. After `limit_s` seconds no further round starts, once
+    there were `MIN_ROUNDS`.
+    """
+    start = time.perf_counter()
+    for index in range(-warmup, rounds):
+        if index >= MIN_ROUNDS and time.perf_counter() - start > limit_s:
+            return
+        shift = index % len(names)
+        yield index, [*names[shift:], *names[:shift]]
+
+
 def time_paired(
     candidates: Mapping[str, Callable[[int], object]],
     rounds: int = 30,
@@ -54,7 +72,7 @@ def time_paired(
     mode: Callable[[], AbstractContextManager[object]] = torch.inference_mode,
     limit_s: float = 60.0,
 ) -> PairedTimes:
-    """Time the candidates in turn; each round starts at another one.
+    """Time the candidates `in_turn`.
 
     Args:
         candidates: name to a function of the round's number, which chooses the copy of the
@@ -63,17 +81,12 @@ def time_paired(
         warmup: rounds before them, not timed.
         calls: calls of a candidate in one timing, for those near the clock's resolution.
         mode: context in which they run.
-        limit_s: seconds after which no further round starts once `MIN_ROUNDS` are timed.
+        limit_s: as `in_turn` takes it.
     """
-    names = list(candidates)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    start = time.perf_counter()
+    times: dict[str, list[float]] = {name: [] for name in candidates}
     with mode():
-        for index in range(-warmup, rounds):
-            if index >= MIN_ROUNDS and time.perf_counter() - start > limit_s:
-                break
-            shift = index % len(names)
-            for name in names[shift:] + names[:shift]:
+        for index, order in in_turn(list(candidates), rounds, limit_s, warmup):
+            for name in order:
                 function = candidates[name]
                 called = time.perf_counter()
                 for _ in range(calls):
