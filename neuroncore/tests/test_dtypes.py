@@ -105,12 +105,6 @@ def test_largest_values_and_what_lies_beyond(name):
     np.testing.assert_array_equal(got, np.float32([top, top, beyond, inf, -inf]))
 
 
-def test_the_documented_maxima():
-    assert finite_values("float8_e4m3")[-1] == 240
-    assert finite_values("float8_e4m3fn")[-1] == 448
-    assert finite_values("float8_e5m2")[-1] == 57344
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_pattern_is_read_by_definition_and_written_back(name):
     dtype = DTYPES[name]
@@ -174,14 +168,6 @@ def test_integers_round_ties_to_even_then_saturate(name):
     got = from_fp32(x, DTYPES[name])
     assert got.dtype == name
     assert got.tolist() == [as_integer(v, bounds) for v in x]
-
-
-def test_integers_at_their_bounds():
-    x = np.float32([np.nan, np.inf, -np.inf, 254.5, 255.5, -0.5, 2.5, 3.5])
-    assert from_fp32(x, dtypes.uint8).tolist() == [0, 255, 0, 254, 255, 0, 2, 4]
-    edge = np.float32([2**31, -(2**31), 2**32])
-    assert from_fp32(edge, dtypes.int32).tolist() == [2**31 - 1, -(2**31), 2**31 - 1]
-    assert from_fp32(edge, dtypes.uint32).tolist() == [2**31, 0, 2**32 - 1]
 
 
 @pytest.mark.parametrize("name", INTEGERS)

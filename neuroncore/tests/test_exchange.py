@@ -59,13 +59,6 @@ def test_sendrecv(rounds, path):
     np.testing.assert_array_equal(done.outputs, np.concatenate([first, second]))
 
 
-def test_no_core_runs_after_a_launch():
-    for _ in range(2):
-        nc.simulate(swap_through_hbm[2], X, target="trn2")
-        with pytest.raises(RuntimeError, match="outside a kernel"):
-            nl.ndarray((1, 1), nl.float32)
-
-
 def test_a_core_may_send_to_itself():
     @nc.jit
     def kernel(x):

@@ -114,19 +114,6 @@ def test_one_core_has_no_grid():
     equal(run(kernel, data((4, 6))), data((4, 6)))
 
 
-def test_an_error_on_one_core_reaches_the_caller():
-    @nc.jit
-    def kernel(x):
-        if nl.program_id() == 1:
-            raise KeyError("mine")
-        nisa.core_barrier(x, (0, 1))
-        return x
-
-    with pytest.raises((KeyError, nc.NkiValidationError)):
-        kernel[2](data((4, 6)))
-    equal(double(data((4, 6))), data((4, 6)) * 2)  # nothing is left behind
-
-
 # arguments and outputs
 
 

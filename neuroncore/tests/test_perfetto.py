@@ -175,13 +175,3 @@ def test_the_file_obeys_the_trace_event_format(cores, tmp_path):
     for e in document["traceEvents"]:
         check_event(e)
     check_tracks(document["traceEvents"])
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("ts", "1.0"), ("dur", -1.0), ("tid", "q0"), ("name", ""), ("ph", "B")]
-)
-def test_the_rules_find_a_broken_event(one_core, tmp_path, field, value):
-    events = saved(one_core, tmp_path / "trace.json")["traceEvents"]
-    event = next(e for e in events if e["ph"] == "X")
-    with pytest.raises(AssertionError):
-        check_event({**event, field: value})

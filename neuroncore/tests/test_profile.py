@@ -2,11 +2,8 @@
 
 import dataclasses
 import json
-import re
-import sys
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from profiled import documented, halves, idle, many, matmuls, profile_of, tile
@@ -15,7 +12,7 @@ import neuroncore as nc
 import neuroncore.isa as nisa
 import neuroncore.language as nl
 from neuroncore.memory.storage import MemoryRegion
-from neuroncore.profile import metrics, plot, report
+from neuroncore.profile import metrics, report
 
 # Trainium2, documented model, in ns.
 DMA_X = 8 * 256 / 21  # 128 partitions on 16 engines, runs of less than 4 KiB
@@ -74,13 +71,6 @@ def test_time_and_busy_engines(profile):
     for use in engines:
         assert use.busy_ms + use.idle_ms == pytest.approx(profile.time_ms)
         assert use.share == pytest.approx(use.busy_ms / profile.time_ms)
-
-
-def test_calibrated_tensor_engine_includes_the_overhead():
-    calibrated = profile_of(one_tile, (128, 128), (128, 512), assume="throttling")
-    cycles = 512 + calibrated.machine.matmul_overhead_cycles
-    assert calibrated.engines[0][0].busy_ms * 1e6 == pytest.approx(cycles / 2.4)
-    assert calibrated.model == "calibrated"
 
 
 def test_roofline(profile):
@@ -275,27 +265,6 @@ def test_plot(tmp_path, kernel, columns, name, begin):
     documented(kernel, (128, columns)).plot(tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(begin)
     assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-def test_plot_refuses_an_unknown_format_and_leaves_nothing(profile, tmp_path):
-    with pytest.raises(ValueError, match=r"png.*got .*a\.doc"):
-        profile.plot(tmp_path / "a.doc")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_plot_without_matplotlib_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    text = "plots need matplotlib; run: pip install 'neuroncore[plot]'"
-    with pytest.raises(ImportError, match=re.escape(text)):
-        plot.new_figure(1, 1)
-
-
-def test_execute_and_trace_mode_agree():
-    x, w = np.ones((128, 128), ml_dtypes.bfloat16), np.ones((128, 512), ml_dtypes.bfloat16)
-    executed = nc.simulate(one_tile, x, w, target="trn2", model="documented").profile
-    traced = documented(one_tile, (128, 128), (128, 512)).to_json()
-    assert executed.mode == "execute"
-    assert {**executed.to_json(), "mode": "trace"} == traced
 
 
 def test_the_documented_time_is_without_the_fitted_overhead():

@@ -25,28 +25,6 @@ def a_read_races():
     assert any(re.search("core 0 writes .* core 1 reads", str(w.message)) for w in caught)
 
 
-def test_cores_that_write_one_tensor_or_read_without_a_barrier():
-    def kernel(x, rows, waits):
-        me = nl.program_id(0)
-        shared, out = (nl.ndarray((4, 6), nl.float32, nl.shared_hbm) for _ in range(2))
-        tile = loaded(x)
-        nisa.dma_copy(shared[rows[me]], tile[: rows[me].stop - rows[me].start])
-        if waits:
-            nisa.core_barrier(shared, (0, 1))
-        read = slice(2 - 2 * me, 4 - 2 * me)
-        nisa.dma_copy(out[2 * me : 2 * me + 2], loaded(shared[read]))
-        return out
-
-    x, apart, over = data((4, 6)), (slice(0, 2), slice(2, 4)), (slice(0, 3), slice(2, 4))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        launched(kernel, x, apart, True)
-    with noted("core 0 writes .* where core 1 writes it at line .* without core_barrier"):
-        launched(kernel, x, over, True)
-    with a_read_races():
-        launched(kernel, x, apart, False, uninitialised="warn")
-
-
 @pytest.mark.parametrize("between", ["nothing", "sendrecv", "another barrier", "barrier"])
 def test_only_a_barrier_on_the_tensor_orders_what_uses_it(between):
     def kernel(x):

@@ -94,16 +94,6 @@ def test_affine_select(pattern, offset, channel, compare, source, target, step):
     np.testing.assert_array_equal(got, as_stored(expected, target))
 
 
-def test_affine_select_makes_a_causal_mask():
-    x = values(0, (6, 6))
-
-    def body(dst, src):
-        nisa.affine_select(dst, [[-1, 6]], 1, src, -9999.0, cmp_op=nl.greater_equal)
-
-    expected = np.where(np.tri(6) != 0, x, np.float32(-9999))
-    np.testing.assert_array_equal(compute(body, (6, 6), "float32", x), expected)
-
-
 def ranges(start, bounds, op0, op1):
     """Where `start` plus the place, of 8, is within the bounds [2][P, 1]."""
     places = start + np.arange(8)[None]
