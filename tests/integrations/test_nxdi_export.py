@@ -172,12 +172,6 @@ def test_models_that_are_not_taken_are_refused(made, words, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_dense_model_is_refused(checkpoint, tmp_path):
-    edit_config(checkpoint, lambda config: config.pop("quantization_config"))
-    with pytest.raises(CheckpointError, match="is not a compressed checkpoint"):
-        export(checkpoint, tmp_path / "out")
-
-
 def test_an_earlier_export_is_replaced_and_nothing_else(checkpoint, tmp_path):
     out = tmp_path / "out"
     export(checkpoint, out)

@@ -62,19 +62,6 @@ def test_values(M, H, dtype, residual, launch, data):
     check(drawn(M, H, dtype, residual), launch, parts=parts)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("M", "H"), [(1, 1024), (3, 4096), (130, 513)])
-def test_two_cores_make_what_one_makes(M, H, dtype):
-    given_ = drawn(M, H, dtype, residual=True)
-    found: list[Any] = []
-    for lnc in (1, 2):
-        plan = plan_rms_norm(M, H, residual=True, dtype=dtype, target="trn2", lnc=lnc)
-        found.append(nc.simulate(plan.kernel, *given_, target="trn2", **plan.arguments).outputs)
-    for one, two in zip(*found, strict=True):
-        close = 4 * torch.finfo(one.dtype).eps if dtype == "float32" else 0.01
-        torch.testing.assert_close(two, one, rtol=close, atol=0)
-
-
 def test_what_is_not_a_number_stays_in_its_token():
     x, _, weight = drawn(4, 96, "bfloat16", residual=False)
     x[1, 5] = float("nan")

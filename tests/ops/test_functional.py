@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from operands import OPS, make, mlp_shapes, weight_shapes_of
+from operands import OPS, make, weight_shapes_of
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
@@ -67,27 +67,6 @@ def test_trains_under_compile_in_one_graph(op, function, shapes):
             grads.append(torch.autograd.grad(run(*leaves).square().sum(), leaves))
         for eager, graph in zip(*grads, strict=True):
             assert_close_to_oracle(graph, eager, eager)
-
-
-# Inductor's own imports.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.slow
-def test_inductor_runs_forward_and_backward():
-    def step(x: Tensor, u: Tensor, v: Tensor, factors: list[Tensor]) -> Tensor:
-        return ops.svd_mlp(ops.xuv(x, u, v).relu(), *factors).square().sum()
-
-    # Scalar code: inductor's vectors are wrong where ATen is told to use fewer than the CPU has.
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, options={"cpp.simdlen": 1})
-    for rows in (8, 11):
-        inputs = [make((rows, 6)), make((6, 3)), make((3, 5))]
-        factors = [make(shape) for shape in mlp_shapes(5, 7, 4)]
-        results = []
-        for run, dtype in ((step, torch.float32), (compiled, torch.float32), (step, torch.float64)):
-            leaves = [t.to(dtype, copy=True).requires_grad_() for t in inputs]
-            loss = run(*leaves, [t.to(dtype) for t in factors])
-            results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
-        for eager, graph, oracle in zip(*results, strict=True):
-            assert_close_to_oracle(graph, oracle, eager)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

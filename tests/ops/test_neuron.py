@@ -31,7 +31,6 @@ from operands import (
 )
 from stand_ins import TORCH_NEURONX, DirectKernel, NeuronMachine, record
 from tolerances import assert_close_to_oracle
-from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 
@@ -191,16 +190,6 @@ def test_a_torch_neuronx_that_cannot_be_read_tells_nothing(machine, suffix, cont
     assert neuron.expected_call_mode() is None
 
 
-def test_the_target_can_change_between_calls(machine):
-    machine.nki()
-    machine.torch_neuronx()
-    tensors = xuv_tensors(3)
-    for target, grid in (("trn2", (2,)), ("trn1", (1,)), ("trn3", (2,))):
-        machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=target)
-        assert_right(dispatched("xuv", *tensors), plain_xuv, tensors)
-        assert record.calls[-1].grid == grid
-
-
 @pytest.mark.parametrize("installed", [(), ("nki",), ("torch_neuronx",)])
 def test_missing_packages_name_the_extra(machine, installed):
     for package in installed:
@@ -249,23 +238,6 @@ def test_the_kernels_run_on_fake_tensors(offers):
         tensors = [None if t is None else mode.from_tensor(t) for t in xuv_tensors(2, 3)]
         y = dispatched("xuv", *tensors)
     assert y.shape == (2, 3, 40)
-
-
-def test_other_devices_keep_the_op_in_the_graph():
-    graphs = []
-
-    def keep(graph, _):
-        graphs.append(graph)
-        return graph
-
-    tensors = xuv_tensors(3)
-    torch._dynamo.reset()
-    compiled = torch.compile(nm.xuv, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
-    assert_right(compiled(*tensors), plain_xuv, tensors)
-    (graph,) = graphs
-    assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [
-        torch.ops.neuronmm.xuv.default
-    ]
 
 
 @pytest.fixture(scope="module")

@@ -33,13 +33,6 @@ def test_shapes_follow_the_names_of_the_sizes():
     assert spec.factors == (1, 2)
 
 
-def test_a_call_is_completed_with_the_defaults():
-    spec = spec_of(Operand("a", "K N"), BIAS, mode=("fast", "right"))
-    assert spec.complete((1, 2), {}) == (1, 2, None, "fast")
-    assert spec.complete((1,), {"a": 2, "mode": "right"}) == (1, 2, None, "right")
-    assert spec.complete((1, 2, 3, "right"), {}) == (1, 2, 3, "right")
-
-
 @pytest.mark.parametrize(
     ("shapes", "given", "words"),
     [
