@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from torch import nn
-from toys import GatedMLP, causal_lm, token_batches
+from toys import causal_lm, token_batches
 
-from neuronmm_ops import SVDConfig, SVDLinear, compress_
+from neuronmm_ops import SVDConfig, compress_
 from neuronmm_ops.compress.allocate import Matrix
 from neuronmm_ops.compress.budget import allocate, time_us
 from neuronmm_ops.compress.methods import METHODS
@@ -131,24 +131,3 @@ def test_a_budget_of_time_knows_the_storage():
         two_cores = time_us(*sizes, None, 1, "bfloat16", "trn2", storage.dtype, lnc=2)
         assert two_cores < dense
         assert (ranks[name] or 1024) > ranks[None]
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-def test_any_module_and_a_bias(storage):
-    class Blocks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.mlp = GatedMLP(32, 64, bias=True)
-
-        def forward(self, x):
-            return self.mlp(x)
-
-    model = Blocks()
-    x = torch.randn(4, 200, 32)
-    bias = model.mlp.up_proj.bias
-    config = SVDConfig(**SMALL, storage=storage, targets="all-linear")
-    compress_(model, config, [x])
-    layers = [m for m in model.modules() if isinstance(m, SVDLinear)]
-    assert layers
-    assert any(layer.bias is bias for layer in layers)
