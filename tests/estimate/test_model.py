@@ -249,15 +249,11 @@ def test_padded_shapes_divide():
     [
         ({"target": "trn1", "lnc": 2}, "lnc must be 1, or 2 on trn2 and trn3; got 2"),
         ({"prompt": 0}, "prompt must be at least 1 token, got 0"),
-        ({"new": 1}, "new must be at least 2 tokens"),
         ({"batch": 129}, "batch must be 1 to 128 sequences, got 129"),
-        ({"ratio": 1.0}, "ratio must be between 0 and 1, got 1.0"),
         ({"storage": "fp4"}, "storage must be fp8 or int8 or int4, got 'fp4'"),
         ({"storage_dense": "fp4"}, "storage must be fp8 or int8 or int4, got 'fp4'"),
         ({"targets": "("}, "no regular expression"),
         ({"targets": ("mlp", "lm_head")}, "targets must select Linears .*'lm_head' selects none"),
-        ({"target": "trn9"}, "target must be one of"),
-        ({"tp": 3}, "got 3, use one of 1, 2, 4$"),
         ({"prompt": 10**7, "batch": 128}, "does not fit at tp 1: a rank of trn2 with lnc 1"),
     ],
 )
@@ -269,11 +265,6 @@ def test_refusals(tiny, options, words):
 def test_unknown_models_and_those_without_ranks(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 256}))
     with pytest.raises(ValueError, match=r"no Linear of .* gets a rank that pays at ratio 0.2"):
-        run(str(tmp_path), **SHORT)
-    with pytest.raises(ValueError, match="model must be a directory"):
-        run("GPT-5", **SHORT)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="not JSON"):
         run(str(tmp_path), **SHORT)
     with pytest.raises(ValueError, match=r"Llama-3.1-70B does not fit at tp 4.*24 GiB of HBM"):
         run("Llama-3.1-70B", target="trn2", lnc=2, tp=4)

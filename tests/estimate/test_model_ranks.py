@@ -23,7 +23,6 @@ from tiny_model import (
 
 from neuroncore.collectives.links import RankGroup
 from neuroncore.hardware import MACHINES, Machine
-from neuronmm_ops.estimate import model
 from neuronmm_ops.estimate.exchange import PUBLISHED_US
 from neuronmm_ops.estimate.linears import MLP, divided, linears
 from neuronmm_ops.estimate.memory import everywhere, weight_bytes
@@ -290,14 +289,3 @@ def test_layouts_that_do_not_fit_are_not_taken(monkeypatch):
     monkeypatch.setattr(Machine, "rank_hbm_bytes", lambda *_: room - 1)
     with pytest.raises(ValueError, match="does not fit at tp 2"):
         fitting(own, 40, 9, lambda _: None)
-
-
-def test_several_numbers_of_ranks(tiny):
-    options = model.Options(**SHORT, lnc=2)
-    found = model.run_each(tiny, options, [2, 4, 2])
-    assert [each["tp"] for each in found] == [2, 4]
-    assert found[1] == run(tiny, **SHORT, lnc=2, tp=4)
-    told = []
-    with pytest.raises(ValueError, match=r"got 3, use one of 1, 2, 4$"):
-        model.run_each(tiny, options, [2, 3], lambda *step: told.append(step))
-    assert not told  # nothing ran

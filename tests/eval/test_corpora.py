@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 import warnings
 from pathlib import Path
 
@@ -265,12 +264,6 @@ def test_progress_names_the_data_set(evaluate, data):
     blocks = len(told) - 2
     assert told[2:] == [("evaluate ptb", done, blocks) for done in range(1, blocks + 1)]
     assert blocks > 5
-
-
-def test_a_missing_package_names_the_extra(evaluate, data, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"datasets is not installed.*neuronmm-ops\[eval\]"):
-        evaluate("ptb", data=data)
 
 
 def test_no_cache_is_written(evaluate, data, monkeypatch):

@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 from typing import Any
 
 import lm_eval
@@ -303,11 +302,3 @@ def test_what_a_task_needs_around_it(quiz, model, monkeypatch):
 def test_unknown_tasks_name_near_ones(evaluate):
     with pytest.raises(ValueError, match="unknown task 'arc_easi'; nearest are arc_easy"):
         evaluate("arc_easi")
-
-
-def test_a_missing_package_names_the_extra(evaluate, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("neuronmm_ops.eval.harness")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "lm_eval.models", None)
-    with pytest.raises(ImportError, match=r"lm_eval.* is not installed.*neuronmm-ops\[eval\]"):
-        evaluate("quiz")

@@ -128,9 +128,7 @@ def test_progress_names_model_and_text(places):
 @pytest.mark.parametrize(
     ("names", "options", "error", "words"),
     [
-        (("a", "a"), {}, ValueError, "names that differ, got a 2 times"),
         ((), {}, ValueError, "at least one"),
-        (("a", "dense"), {}, CheckpointError, "dense is not a compressed checkpoint"),
         (("missing",), {}, CheckpointError, "is no directory"),
         (("a",), {"texts": {}}, ValueError, "at least one text"),
         (("a",), {"texts": {"t": "a"}}, ValueError, "text t must hold at least 2 tokens, got 1"),

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from measured_models import add_token, computed_dtypes, edit_json, edit_tensor
+from measured_models import add_token, computed_dtypes
 from tiny import tiny_directory, tiny_ids, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, CompileConfig, RwkvConfig
 
-from neuronmm_ops import CheckpointError, NonFiniteError
+from neuronmm_ops import CheckpointError
 from neuronmm_ops.measure import generate, generation, timing
 from neuronmm_ops.measure.generation import Alone, Timing
 from neuronmm_ops.measure.runner import in_own_process
@@ -189,10 +189,8 @@ def test_prompts_are_text_of_any_length(places):
     ("options", "message"),
     [
         ({"prompt": 0}, "prompt must be at least 1, got 0"),
-        ({"new": 1}, "new must be at least 2, got 1"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"rounds": 0}, "rounds must be at least 1, got 0"),
-        ({"device": "toaster"}, "device must be cpu"),
     ],
 )
 def test_bad_numbers(places, options, message):
@@ -200,11 +198,9 @@ def test_bad_numbers(places, options, message):
         generate.run([places / "dense"], **options)
 
 
-def test_directories_must_be_models(places, tmp_path):
+def test_at_least_one_directory():
     with pytest.raises(ValueError, match="give at least one"):
         generate.run([])
-    with pytest.raises(CheckpointError, match="missing is no directory"):
-        generate.run([places / "dense", tmp_path / "missing"])
 
 
 def test_vocabularies_must_be_the_same(copied, places):
@@ -212,31 +208,6 @@ def test_vocabularies_must_be_the_same(copied, places):
     add_token(copy)
     with pytest.raises(CheckpointError, match=r"a-copy must have .*dense.* in 1 tokens, .*'quick'"):
         generate.run([places / "dense", copy])
-
-
-@pytest.mark.usefixtures("_one_process")
-def test_a_prompt_must_fit_the_model(places):
-    message = r"dense: prompt and new tokens must be at most the model's limit of 128 .* 126 and 3"
-    with pytest.raises(ValueError, match=message):
-        generate.run([places / "dense"], prompt=126, new=3)
-    assert generate.run([places / "dense"], prompt=126, new=2, rounds=1)
-
-
-@pytest.mark.usefixtures("_one_process")
-def test_a_model_that_generates_nothing(copied, places):
-    copy = copied("a")
-    edit_json(copy / "generation_config.json", lambda c: c.update(eos_token_id=[*range(260)]))
-    with pytest.raises(ValueError, match=r"a-copy generates nothing: .* prompt of 24 is the end"):
-        generate.run([places / "dense", copy], **FEW)
-
-
-@pytest.mark.usefixtures("_one_process")
-def test_broken_factors_name_the_model(copied, places):
-    copy = copied("a")
-    name = "model.layers.0.self_attn.o_proj.weight"
-    edit_tensor(copy, name, lambda weight: weight[0].fill_(float("inf")))
-    with pytest.raises(NonFiniteError, match=r"o_proj\.weight must be finite"):
-        generate.run([places / "dense", copy], **FEW)
 
 
 @pytest.mark.usefixtures("_one_process")

@@ -56,21 +56,9 @@ def test_one_bare_value_is_a_list_of_it():
     assert read_table(Measured, {"prompt": 3}, "measured") == Measured(prompt=3)
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"tasks": [1]}, "evaluate.tasks must be a text, got 1"),
-        ({"limit": 1.5}, "evaluate.limit must be an integer, got 1.5"),
-        ({"limit": True}, "evaluate.limit must be an integer, got True"),
-        ({"protocol": 3}, "evaluate.protocol must be one of standard, svd-llm; got 3"),
-        ({"task": []}, "unknown key of evaluate 'task'; nearest are tasks"),
-        ([], "evaluate must be a table"),
-    ],
-)
-def test_values_of_other_types(values, words):
-    with pytest.raises(ValueError, match=r"\A.*\Z") as raised:
-        read_table(Evaluate, values, "evaluate")
-    assert words in str(raised.value)
+def test_what_is_no_table():
+    with pytest.raises(ValueError, match=r"\Aevaluate must be a table, got \[\]\Z"):
+        read_table(Evaluate, [], "evaluate")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +66,6 @@ def test_values_of_other_types(values, words):
     [
         ('[modelled]\ntarget = "trn1"\nlnc = 2\n', "modelled.lnc must be 1, or 2 on trn2"),
         ("[modelled]\ntp = 0\n", "modelled.tp must be at least 1"),
-        ("[measured]\nrounds = 0\n", "measured.rounds must be at least 1"),
         ("[methods.kfac]\n", "compress.calibration is missing; method kfac needs a text"),
         ("[methods.x]\nratio = 0.3\n", "unknown key of methods.x 'ratio'"),
         ("[recovery]\ndata = 'x'\nstep = 3\n", "unknown key of recovery 'step'"),
