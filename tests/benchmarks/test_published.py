@@ -10,7 +10,6 @@ from benchmarks.baselines import mamba, matmul, profiles
 from benchmarks.cases import end_to_end
 from benchmarks.cases import published as cases
 from neuroncore.calibration import profiled
-from neuronmm_ops.estimate.baselines import neuronmm
 
 FIELDS = (
     "name", "fact", "target", "measure", "engine", "group", "naive", "source",
@@ -21,44 +20,31 @@ QUICK = ("lhs@rhs", "lhsT@rhs", "M=1K", "exp of", "activations", "loads of", "25
 
 
 @pytest.mark.parametrize(
-    ("kernel", "blocks"),
+    ("kernel", "sizes", "options", "target"),
     [
-        (profiled.tiled, ()),
-        (matmul.tutorial_hoisted, ()),
-        (matmul.tutorial_blocked, ()),
-        (matmul.tutorial_blocked_k, (2, 2, 2)),
+        (profiled.tiled, (256, 256, 1024), (), "trn1"),
+        (matmul.tutorial_hoisted, (256, 256, 1024), (), "trn1"),
+        (matmul.tutorial_blocked, (256, 256, 1024), (), "trn1"),
+        (matmul.tutorial_blocked_k, (256, 256, 1024), (2, 2, 2), "trn1"),
+        (profiled.blocked, (2048, 256, 1024), (128, 512), "trn2"),
+        (profiled.blocked, (2048, 256, 1024), (1024, 1024), "trn2"),
+        (profiled.transposing, (256, 384, 512), (), "trn2"),
     ],
 )
-def test_tutorial_kernels(kernel, blocks):
+def test_matmuls(kernel, sizes, options, target):
+    M, K, N = sizes
     rng = np.random.default_rng(0)
-    lhsT, rhs = bf16(rng, 256, 256), bf16(rng, 256, 1024)
-    out = nc.simulate(kernel, lhsT, rhs, *blocks, target="trn1").outputs
-    close(out, exact(lhsT.T, rhs), 0.03)
-
-
-@pytest.mark.parametrize("columns", [(128, 512), (1024, 1024)])
-def test_profiled_blocks(columns):
-    rng = np.random.default_rng(4)
-    lhsT, rhs = bf16(rng, 256, 2048), bf16(rng, 256, 1024)
-    exact = lhsT.astype(np.float64).T @ rhs.astype(np.float64)
-    close(nc.simulate(profiled.blocked, lhsT, rhs, *columns, target="trn2").outputs, exact)
-
-
-def test_profiled_transposes():
-    rng = np.random.default_rng(5)
-    lhs, rhs = bf16(rng, 256, 384), bf16(rng, 384, 512)
-    exact = lhs.astype(np.float64) @ rhs.astype(np.float64)
-    run = nc.simulate(profiled.transposing, lhs, rhs, target="trn2")
-    close(run.outputs, exact)
+    lhs, rhs = bf16(rng, M, K), bf16(rng, K, N)
+    given = lhs if kernel is profiled.transposing else np.ascontiguousarray(lhs.T)
+    close(nc.simulate(kernel, given, rhs, *options, target=target).outputs, exact(lhs, rhs), 0.03)
 
 
 def test_matmuls_of_resident_tiles_add_up():
     rng = np.random.default_rng(6)
     lhsT, rhs = bf16(rng, 128, 128), bf16(rng, 128, 512)
-    exact = 3 * lhsT.astype(np.float64).T @ rhs.astype(np.float64)
     tiles = ((128, 32, 512), (128, 128, 512))
     run = nc.simulate(profiled.resident, lhsT, rhs, tiles, 3, target="trn2")
-    close(run.outputs, exact)
+    close(run.outputs, 3 * exact(lhsT.T, rhs))
 
 
 @pytest.mark.slow
@@ -73,14 +59,10 @@ def test_hand_tuned_kernels():
 
 
 @pytest.mark.slow
-def test_fused_and_unfused_low_rank():
+def test_the_unfused_low_rank_product():
     rng = np.random.default_rng(2)
-    narrow = bf16(rng, 1024, 512), bf16(rng, 512, 1024), bf16(rng, 1024, 512)
-    close(
-        nc.simulate(neuronmm.neuronmm_xuv, *narrow, target="trn1").outputs.T, exact(*narrow), 0.03
-    )
-    wide = bf16(rng, 2048, 1024), bf16(rng, 1024, 1024), bf16(rng, 1024, 1024)
-    close(nc.simulate(matmul.unfused_xuv, *wide, target="trn1").outputs, exact(*wide), 0.03)
+    factors = bf16(rng, 2048, 1024), bf16(rng, 1024, 1024), bf16(rng, 1024, 1024)
+    close(nc.simulate(matmul.unfused_xuv, *factors, target="trn1").outputs, exact(*factors), 0.03)
 
 
 def test_the_scan_kernels():
