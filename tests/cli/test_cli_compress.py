@@ -6,9 +6,7 @@ import shutil
 from typing import Any
 
 import pytest
-import torch
 from outcomes import COMPRESS, TEXT, interrupt, refused
-from safetensors.torch import load_file
 from tiny import SIZES, tiny_directory, tiny_model, tiny_tokenizer
 
 from neuronmm_ops import SVDConfig, hf
@@ -218,15 +216,6 @@ def test_a_tokenizer_of_another_model_is_refused(run, compress, text, tmp_path):
         (run("generate", directory, "--prompt", "The", "--new-tokens", "2"), ""),
     ):
         refused(outcome, words, "token id", "embedding has 64 rows")
-
-
-def test_bfloat16_checkpoints_stay_bfloat16(run, compress, text, tmp_path):
-    compress(tiny_directory(tmp_path / "bf16", dtype=torch.bfloat16)).page()
-    tensors = load_file(tmp_path / "out" / "model.safetensors").values()
-    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
-    options = ("--text", text, "--dtype", "float32", "--json")
-    document = run("eval", tmp_path / "out", *options).document()
-    assert (document["dtype"], document["compute_dtype"]) == ("bfloat16", "float32")
 
 
 # --- ranks

@@ -245,11 +245,6 @@ def test_eval_on_four_workers(fleet, run, small, text):
     assert found == expected
 
 
-def test_heads_that_three_workers_cannot_divide(fleet, small):
-    (line,) = said(fleet(3, "generate", small, *ANSWER), 2, 2, 2)
-    assert "tp must divide the heads, got 4 heads and tp = 3" in line
-
-
 def test_a_model_without_a_plan(fleet, tmp_path):
     from causal_lms import family_model
 

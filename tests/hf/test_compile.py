@@ -4,32 +4,39 @@ from copy import deepcopy
 
 import pytest
 import torch
+from quantized import quantize_
 from small import compressed
 from tiny import tiny_ids
 from tolerances import assert_close_to_oracle
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
+from neuronmm_ops.storages import STORAGES
+
 
 def _ops(graph: torch.fx.GraphModule) -> list[str]:
     return [str(node.target) for node in graph.graph.nodes if "neuronmm" in str(node.target)]
 
 
+MLP = "neuronmm.svd_mlp.default"
 ATTENTION = ["neuronmm.svd_qkv.default", "neuronmm.xuv.default"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("targets", "expected"),
+    ("targets", "storage", "expected"),
     [
-        ("mlp", ["neuronmm.svd_mlp.default"]),
-        ("all-linear", [*ATTENTION, "neuronmm.svd_mlp.default"]),
+        ("mlp", None, [MLP]),
+        ("all-linear", None, [*ATTENTION, MLP]),
+        *(("mlp", storage, [MLP]) for storage in STORAGES),
     ],
 )
-def test_one_node_for_each_op_and_no_graph_break(targets, expected):
+def test_one_node_for_each_op_and_no_graph_break(targets, storage, expected):
     torch._dynamo.reset()
     counters.clear()
     model = compressed(targets=targets)[0]
+    if storage:
+        quantize_(model, storage)
     double = deepcopy(model).double()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)

@@ -138,21 +138,12 @@ def test_a_budget_of_time_asks_for_the_dense_models_room():
     assert Task(config, linears, dtypes, limits, {}, (), {}, []).bytes_saved() == 0
 
 
-def test_shards(dense, tmp_path):
-    compress(dense, tmp_path / "out", max_shard_size="100KB")
-    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
-    assert hf.load(tmp_path / "out").dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"seqlen": 0}, "seqlen must be between 1 and the model's limit of 128"),
         ({"seqlen": 129}, "got 129"),
-        ({"samples": 0}, "samples and seqlen must be at least 1"),
         ({"order": "tail"}, "order must be one of spread, head; got 'tail'"),
         ({"dtype": "int8"}, "dtype must be one of auto, float32, bfloat16, float16; got 'int8'"),
-        ({"device": "toaster"}, "device must be cpu, cuda"),
         ({"max_shard_size": 0}, "max_shard_size must be a size"),
     ],
 )

@@ -69,15 +69,6 @@ def test_auto_is_what_the_cpu_multiplies_fast(is_fast, expected, tmp_path, monke
     assert hf.load_computing(directory, "float16").dtype == torch.float16
 
 
-def test_devices():
-    assert check_device("cpu") == torch.device("cpu")
-    with pytest.raises(ValueError, match="device must be cpu, cuda or another"):
-        check_device("toaster")
-    for name in ("meta", "xpu"):
-        with pytest.raises(ValueError, match=f"device {name} is not available here"):
-            check_device(name)
-
-
 def test_more_devices_than_there_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from families import tiny_family
 from safetensors.torch import save_file
-from stored import edit_record, refused
 from tiny import tiny_ids
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,7 +19,6 @@ from neuronmm_ops import CheckpointError, LeftDense, SVDConfig, compress_, hf
 from neuronmm_ops.checkpoint import inspect_checkpoint
 from neuronmm_ops.compress.targets import select_targets
 
-LEFT = {"name": "experts", "parameters": 8, "share": 0.25, "reason": "a stack"}
 DOCS = Path(__file__).parents[2] / "docs" / "compress.md"
 
 
@@ -160,13 +158,3 @@ def test_what_the_body_left_dense_is_recorded_by_the_whole_model_s_names(tmp_pat
     # Loading changes nothing of it, and so does saving again.
     hf.save(hf.load(tmp_path / "out"), tmp_path / "again")
     assert inspect_checkpoint(tmp_path / "again").left_dense == recorded
-
-
-@pytest.mark.parametrize("value", ["all", [{"name": "experts"}], [{**LEFT, "share": 2}]])
-def test_a_damaged_list_of_what_was_left_is_one_line(tmp_path: Path, value: object) -> None:
-    model = tiny_family("mixtral")
-    _compress(model, "plain")
-    hf.save(model, tmp_path / "out")
-    edit_record(tmp_path / "out", lambda record: record.update(left_dense=value))
-    words = "quantization_config is malformed: left_dense"
-    refused(tmp_path / "out", words, by=(inspect_checkpoint, hf.load))

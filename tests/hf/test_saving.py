@@ -39,17 +39,6 @@ def target(save, tmp_path):
     return tmp_path / "out"
 
 
-def test_force_replaces_and_leaves_nothing_behind(save, target, tmp_path):
-    before = (target / "model.safetensors").stat()
-    with pytest.raises(FileExistsError, match="--force"):
-        save()
-    assert (target / "model.safetensors").stat() == before
-    save(force=True)
-    assert names(tmp_path) == ["out"]
-    assert not (target / "merges.txt").exists()
-    assert (target / "model.safetensors").exists()
-
-
 def test_too_little_room_is_seen_before_writing(save, tmp_path, monkeypatch):
     usage = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
@@ -105,10 +94,16 @@ def test_a_report_of_another_run_is_refused(compressed, tmp_path, monkeypatch):
     model, report = compressed
     first = report.layers[0]
     other_rank = dataclasses.replace(first, r=first.r + 8)
-    for layers in (report.layers[1:], (other_rank, *report.layers[1:])):
+    stored = dataclasses.replace(first, storage="int8")
+    for changed in ((), (other_rank,), (stored,)):
+        other = dataclasses.replace(report, layers=(*changed, *report.layers[1:]))
         monkeypatch.setattr(model.config, "quantization_config", None, raising=False)
         with pytest.raises(ValueError, match=r"see model\.layers\.0\.mlp\.gate_proj"):
-            hf.save(model, tmp_path / "out", dataclasses.replace(report, layers=layers))
+            hf.save(
+                model,
+                tmp_path / "out",
+                other,
+            )
     assert names(tmp_path) == []
 
 
