@@ -1,7 +1,9 @@
 """`jit`, `simulate`, launches on two cores, arguments and outputs, and the name `nki`."""
 
+import gc
 import inspect
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -234,6 +236,17 @@ def test_trace_mode_computes_nothing_and_returns_specs():
     assert nc.simulate(double, x, mode="trace").outputs == nc.TensorSpec((4, 6), nl.float32)
     with pytest.raises(ValueError, match="TensorSpec without values"):
         nc.simulate(double, nc.TensorSpec((4, 6), nl.float32))
+
+
+def test_a_launch_is_freed_without_the_garbage_collector():
+    gc.disable()
+    try:
+        done = nc.simulate(double, nc.TensorSpec((128, 4), nl.float32), mode="trace", target="trn2")
+        launch = weakref.ref(done.profile.launch)
+        del done
+        assert launch() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("call", [lambda: nl.ndarray((4, 6), nl.float32), nl.program_id,

@@ -377,12 +377,12 @@ def test_a_tile_of_the_body_has_one_place():
 
 
 def test_all_that_a_schedule_depends_on_is_compared():
-    core = traced(Work(Body(steps, 1, 16, 1, 1), True), 3).launch.cores[0]
+    launch = traced(Work(Body(steps, 1, 16, 1, 1), True), 3).launch
     compared = "".join(
         inspect.getsource(part) for part in (Iterations._mark, Iterations._use, Iterations._loaded)
     )
     state = set(re.findall(r"placer\.(\w+)", compared))
-    placer = Placer(core.trace, core.launch, core.machine, "calibrated")
+    placer = Placer(launch.cores[0].trace, launch, launch.machine, "calibrated")
     assert set(vars(placer)) - state == {
         *("trace", "machine", "interval_ns", "overhead_ns", "issue_ns", "reuses", "dma_ns"),
         *("placed", "loops", "barrier", "barrier_end", "steps", "iterations"),

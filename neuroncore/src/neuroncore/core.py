@@ -11,6 +11,7 @@ from math import prod
 from operator import attrgetter
 from typing import Any, Literal
 
+from neuroncore.alike import Shared, shared_by
 from neuroncore.checks import operands as operand_rules
 from neuroncore.checks import tensors as check
 from neuroncore.checks import views
@@ -75,10 +76,16 @@ class KernelRun:
         self.uninitialised: Uninitialised = uninitialised
         self.capacity: CapacityPolicy | None = None
         self.shared: list[list[Storage]] = [[] for _ in range(ranks)]
-        self.layouts: dict[tuple[Any, ...], Layout] = {}
-        self.cores = [SimulatedCore(self, i) for i in range(ranks * lnc)]
+        shared = Shared() if execute else shared_by((machine, lnc, ranks, follow))
+        self.layouts = shared.layouts
+        cores = [SimulatedCore(self, i, *shared.templates[i]) for i in range(ranks * lnc)]
+        self.cores = cores
         draw = None if order is None else random.Random(order)  # noqa: S311 - no secret
-        self.turns = Turns(len(self.cores), self._take, draw)
+
+        def take(number: int) -> None:
+            _state.core = cores[number]
+
+        self.turns = Turns(len(cores), take, draw)
 
     def run(self, body: Callable[[SimulatedCore], Any]) -> list[Any]:
         """Run `body` once per core and return its results."""
@@ -90,8 +97,10 @@ class KernelRun:
         finally:
             _state.core = outer
 
-    def _take(self, number: int) -> None:
-        _state.core = self.cores[number]
+    def end(self) -> None:
+        """Free the launch from its cores: with them it would wait for the garbage collector."""
+        for core in self.cores:
+            del core.launch
 
     def take_memory(self, storage: Storage) -> None:
         """Count the values of a tensor that the trace keeps. Refuses what exceeds the budget."""
@@ -120,9 +129,18 @@ class KernelRun:
 
 
 class SimulatedCore:
-    """One physical NeuronCore of a launch."""
+    """One physical NeuronCore of a launch, which has its place here while it runs.
 
-    def __init__(self, launch: KernelRun, number: int) -> None:
+    `models` are the first templates of those that differ by places in HBM only.
+    """
+
+    def __init__(
+        self,
+        launch: KernelRun,
+        number: int,
+        templates: dict[tuple[Any, ...], Any],
+        models: dict[tuple[Any, ...], InstructionTemplate],
+    ) -> None:
         self.launch = launch
         self.machine = launch.machine
         self.execute = launch.execute
@@ -132,9 +150,7 @@ class SimulatedCore:
         self.of_rank = tuple(range(first, first + launch.lnc))
         """Numbers of the cores of its rank."""
         self.trace = Trace()
-        self.templates: dict[tuple[Any, ...], Any] = {}
-        self.models: dict[tuple[Any, ...], InstructionTemplate] = {}
-        """The first template of those that differ by places in HBM only."""
+        self.templates, self.models = templates, models
         self.shared_outputs = 0
         self.constants: dict[Any, NkiTensor] = {}
         self.state: dict[str, Any] = {}

@@ -208,6 +208,8 @@ def _run(
         except (AttributeError, TypeError) as error:
             wrong_call(error)
             raise
+        finally:
+            launch.end()
         if kernel.lnc == 2:
             for first in range(0, len(launch.cores), 2):
                 check_races(*[core.trace for core in launch.cores[first : first + 2]])

@@ -114,22 +114,24 @@ class Layout:
         if new == self._begins.shape[1]:
             self._begins = np.concatenate([self._begins, self._begins], axis=1)
             self._ends = np.concatenate([self._ends, self._ends], axis=1)
+        begin, end = (box.row, box.byte), (box.row_end, box.byte_end)
         row, byte = self._begins[:, :new]
         row_end, byte_end = self._ends[:, :new]
         rows = (row < box.row_end) & (row_end > box.row)
-        touching: list[int] = (
-            (rows & (byte < box.byte_end) & (byte_end > box.byte)).nonzero()[0].tolist()
-        )
+        touching = (rows & (byte < box.byte_end) & (byte_end > box.byte)).nonzero()[0]
+        begins, ends = self._begins[:, touching].T, self._ends[:, touching].T
+        around = touching[((begins <= begin) & (ends >= end)).all(1)].tolist()
+        within = touching[((begins >= begin) & (ends <= end)).all(1)].tolist()
         self._ids[box] = new
-        self._begins[:, new], self._ends[:, new] = (box.row, box.byte), (box.row_end, box.byte_end)
+        self._begins[:, new], self._ends[:, new] = begin, end
         self.boxes.append(box)
-        self.overlaps.append([*touching, new])
-        self.containers.append([new] if box.exact else [])
-        for other in touching:
+        self.overlaps.append([*touching.tolist(), new])
+        self.containers.append([other for other in around if self.boxes[other].exact])
+        for other in self.overlaps[new][:-1]:
             self.overlaps[other].append(new)
-            if _within(box, self.boxes[other]):
-                self.containers[new].append(other)
-            if _within(self.boxes[other], box):
+        if box.exact:  # every byte of what lies within is one of it
+            self.containers[new].append(new)
+            for other in within:
                 self.containers[other].append(new)
         return new
 
@@ -180,17 +182,6 @@ def _fill(box: Box, parts: list[Box]) -> bool:
         grid[row_at[p.row] : row_at[p.row_end], col_at[p.byte] : col_at[p.byte_end]] = True
     inside = grid[row_at[box.row] : row_at[box.row_end], col_at[box.byte] : col_at[box.byte_end]]
     return bool(inside.all())
-
-
-def _within(inner: Box, outer: Box) -> bool:
-    """Whether every byte of `inner` is one of `outer`, as far as boxes can tell."""
-    return (
-        outer.exact
-        and outer.row <= inner.row
-        and inner.row_end <= outer.row_end
-        and outer.byte <= inner.byte
-        and inner.byte_end <= outer.byte_end
-    )
 
 
 class Storage:

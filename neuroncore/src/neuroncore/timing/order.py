@@ -28,9 +28,10 @@ def order_to_fit(trace: Trace, machine: Machine) -> None:
     memories = (MemoryRegion.sbuf, MemoryRegion.psum)
     placed = [s for s in trace.storages if s.address is not None and s.first >= 0]
     covered = {m: liveness.covered([s for s in placed if s.memory is m]) for m in memories}
+    waits = _waits(trace, _resources(placed))
     for room_of in (liveness.room_of, liveness.limit_of):
         room = {m: room_of(m, machine) - covered[m] for m in memories}
-        order = _fitting(trace, room, _resources(placed))
+        order = _fitting(trace, room, waits)
         if order is not None:
             _reorder(trace, order)
             return
@@ -83,10 +84,9 @@ def _queue(record: Record) -> object:
 
 
 def _fitting(
-    trace: Trace, room: dict[MemoryRegion, int], shared: dict[Storage, int]
+    trace: Trace, room: dict[MemoryRegion, int], waits: list[set[int]]
 ) -> list[int] | None:
     """Numbers of the instructions in an order that fits, the earliest in the program first."""
-    waits = _waits(trace, shared)
     left = [len(w) for w in waits]
     then: list[list[int]] = [[] for _ in waits]
     for i, before in enumerate(waits):
