@@ -46,7 +46,7 @@ class Knobs:
     Attributes:
         kernel: name of its function.
         starts: arguments to begin with, those that need most SBUF first; the first that fits.
-        axes: of each knob, or of knobs that go together, the values to try.
+        axes: of each knob, or of knobs that go together, the values to try; what gains most first.
         allows: whether arguments are worth a trace.
         gain: share of other kernels' time, at most, from which this one is taken.
     """
@@ -134,21 +134,25 @@ def decode_knobs(
     pairs: list[Arguments] = []
     for last in lasts:
         widest = rounded_up(N - last, OUTPUT_UNIT) or last
-        pairs.append({"block": min(blocks[-1], widest), "last_block": last})
-    pairs += pairs_of(axis("block", blocks[-3:]), axis("last_block", lasts))
+        found = [min(blocks[-1], widest)]
+        if len(problem.outputs) > 1:
+            found += blocks[-3:]
+        elif last < N:  # wider ones are all one block
+            found += [min(block, widest) for block in blocks[-3:]]
+        pairs += pairs_of(axis("block", found), axis("last_block", [last]))
     K = core_part(problem, problem.K)
     tiles = axis("tile_bytes", (16384, 8192, EDGE_TILE_BYTES))
     chunks = sorted({512, 1024, 2048, 4096, *[even(K, size) for size in (1024, 2048, 4096)]})
     casts = [pairs_of(axis("dma_cast", (0, 4, 8, 16)), tiles)] if problem.casts else []
-    shared = [*casts, pairs_of(axis("k_chunk", chunks), tiles), pairs]
+    shared = [*casts, pairs_of(axis("k_chunk", chunks), tiles)]
     kernel = f"{problem.op}_decode"
-    found = [Knobs(kernel, starts, [*axes, *shared])]
+    of_kernel = [Knobs(kernel, starts, [pairs, *axes, *shared])]
     if stationary is not None and waits_for_serial_groups(problem):
         fixed: Arguments = {**first, **stationary, "block": blocks[-1], "stationary": True}
         ends = axis("last_block", [min(width, lasts[-1]) for width in (1024, 2048)])
         starts = [{**fixed, **size} for size in narrow]
-        found.append(Knobs(kernel, starts, [pairs_of(ends, tiles[:2])]))
-    return found
+        of_kernel.append(Knobs(kernel, starts, [pairs_of(ends, tiles[:2])]))
+    return of_kernel
 
 
 def inner_blocks(problem: Problem) -> list[int]:

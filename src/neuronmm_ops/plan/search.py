@@ -1,9 +1,9 @@
 """The search for a plan: a coordinate descent whose cost of a candidate is the kernel, traced.
 
 A kernel's `knobs.py` says what may vary. What the simulated core refuses does not fit. One trace
-gives the times under every DMA model, and with serial column groups where these would hold decode
-up; the plan that is never far from the quickest is taken. The search has no randomness and reads no
-clock: it finds the same everywhere. All times are modelled.
+gives the times under every DMA model, with the other issue of matmuls, and with serial column
+groups where these would hold decode up; the plan that is never far from the quickest is taken. The
+search has no randomness and reads no clock: it finds the same everywhere. All times are modelled.
 """
 
 from __future__ import annotations
@@ -14,16 +14,23 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 
+from neuroncore.alike import alike_launches
+from neuroncore.collector import no_collection
 from neuroncore.hardware import PARTITIONS
-from neuronmm_ops.kernels.knobs import Arguments, Knobs
+from neuronmm_ops.kernels.knobs import Arguments, Axis, Knobs
 from neuronmm_ops.kernels.problem import Plan, Problem
 from neuronmm_ops.kernels.stages.tiling import tiles_in
-from neuronmm_ops.plan.tracing import Cost, of_least_regret, traced
+from neuronmm_ops.plan.tracing import Cost, of_least_regret, traced, weighed
 
 EFFORT = 300_000
 """Instructions traced in rounds over all knobs, up to which there is another."""
 WORTH = 0.001
-"""Share of a candidate's time that a round must gain for another to follow."""
+"""Share of a candidate's time that a round must gain for another to follow, after its first knob.
+
+The others have all been tried with what that one gained.
+"""
+STEP = 0.0001
+"""The same of a knob, for the others to be tried with its value: less is no way to more."""
 SHORT_MS = 0.008
 """A launch takes about as long whatever runs: below, the first arguments that fit are taken."""
 DESCENT_TOKENS = 2048
@@ -36,6 +43,8 @@ FEW_WEIGHTS = 2**23
 """Elements up to which both kernels are traced: a launch is as short as its DMAs' latency."""
 REPEATED = ("token_block", "layout", "k_block")
 """What each block of tokens repeats: the best candidate of each value is traced with all tokens."""
+FAR = 1.25
+"""Times of the quickest by the first DMA model, beyond which the other models are not asked."""
 NEAR = 1.1
 """Times of the best, beyond which a candidate is no finalist."""
 
@@ -67,7 +76,8 @@ def find_plan(problem: Problem, max_instructions: int, *, device_loop: bool) -> 
     Raises:
         ValueError: nothing fits.
     """
-    return _launched(problem, *best_candidate(problem), max_instructions, device_loop)
+    with alike_launches(), no_collection():
+        return _launched(problem, *best_candidate(problem), max_instructions, device_loop)
 
 
 @lru_cache(maxsize=256)
@@ -93,33 +103,40 @@ def _candidates(problem: Problem, phase: str) -> list[Candidate]:
     """Candidates that fit, with what they cost for all tokens."""
     halves = 1 + (problem.weight_elements > MANY_WEIGHTS)
     tokens = min(problem.M, problem.lnc * DESCENT_TOKENS // halves)
-    met = sorted(_met(replace(problem, M=tokens), phase), key=lambda c: c.rank)
+    ends = weighed(problem)
+    part = replace(problem, M=tokens)
+    met = sorted(_met(part, phase, ends if part == problem else ()), key=lambda c: c.rank)
     if tokens == problem.M:
         return met
     found: dict[object, Candidate] = {}
     for each in met:
         kind = each.gain, *[each.arguments.get(name) for name in REPEATED]
         is_finalist = kind not in found and each.rank[0] <= NEAR * met[0].rank[0]
-        if is_finalist and (cost := traced(problem, each.kernel, each.arguments)):
+        if is_finalist and (cost := traced(problem, each.kernel, each.arguments, ends)):
             found[kind] = replace(each, cost=cost)
     return list(found.values())
 
 
 @lru_cache(maxsize=64)
-def _met(problem: Problem, phase: str) -> tuple[Candidate, ...]:
+def _met(problem: Problem, phase: str, otherwise: tuple[str, ...]) -> tuple[Candidate, ...]:
     """The candidates of all kernels of a phase; more tokens share those of a few."""
-    return tuple([c for knobs in knobs_of(problem, phase) for c in descend(problem, knobs)])
+    return tuple(
+        [c for knobs in knobs_of(problem, phase) for c in descend(problem, knobs, otherwise)]
+    )
 
 
-def descend(problem: Problem, knobs: Knobs) -> list[Candidate]:
-    """All candidates that fit, of those met on the way to the best."""
+def descend(problem: Problem, knobs: Knobs, otherwise: Sequence[str] = ()) -> list[Candidate]:
+    """All candidates that fit, of those met on the way to the best, but the slowest."""
     met: dict[str, Candidate | None] = {}
+    quickest_ms = math.inf
 
     def candidate(arguments: Arguments) -> Candidate | None:
+        nonlocal quickest_ms
         key = repr(sorted(arguments.items()))
         if key not in met:
-            cost = traced(problem, knobs.kernel, arguments)
+            cost = traced(problem, knobs.kernel, arguments, otherwise, FAR * quickest_ms)
             met[key] = cost and Candidate(knobs.kernel, arguments, cost, knobs.gain)
+            quickest_ms = min(quickest_ms, cost.times_ms[0]) if cost else quickest_ms
         return met[key]
 
     best = _first(knobs.starts, candidate)
@@ -127,22 +144,28 @@ def descend(problem: Problem, knobs: Knobs) -> list[Candidate]:
         return []
     gained = math.inf
     while gained > WORTH * best.rank[0] and max(best.cost.times_ms) > SHORT_MS:
-        before, best = best, _round(knobs, best, candidate)
+        before = _best(knobs, knobs.axes[:1], best, candidate)
+        best = _best(knobs, knobs.axes[1:], before, candidate)
         gained = before.rank[0] - best.rank[0]
         if sum([each.cost.instructions for each in met.values() if each]) > EFFORT:
             break
     return [each for each in met.values() if each]
 
 
-def _round(
-    knobs: Knobs, best: Candidate, candidate: Callable[[Arguments], Candidate | None]
+def _best(
+    knobs: Knobs,
+    axes: Sequence[Axis],
+    best: Candidate,
+    candidate: Callable[[Arguments], Candidate | None],
 ) -> Candidate:
     """The best of what one knob after the other makes of a candidate."""
-    for axis in knobs.axes:
+    for axis in axes:
         values = axis(best.arguments) if callable(axis) else axis
         changed = [{**best.arguments, **value} for value in values]
         tried = [candidate(each) for each in changed if knobs.allows(each)]
-        best = min([best, *[each for each in tried if each]], key=lambda c: c.rank)
+        found = min([best, *[each for each in tried if each]], key=lambda c: c.rank)
+        if best.rank[0] - found.rank[0] > STEP * best.rank[0]:
+            best = found
     return best
 
 
@@ -158,12 +181,12 @@ def _first(
 def _chosen(candidates: list[Candidate]) -> tuple[Candidate, float]:
     """The candidate of least regret, and how much that is; of equal ones the least by `rank`.
 
-    Regret is over the DMA models and over serial column groups, where those are weighed.
+    Regret is over the DMA models and the other ends of what is `tracing.weighed`.
     """
     usual = min([sum(c.cost.times_ms) for c in candidates if c.gain == 1.0], default=math.inf)
     allowed = [c for c in candidates if c.gain == 1.0 or sum(c.cost.times_ms) <= c.gain * usual]
     allowed.sort(key=lambda c: c.rank)
-    number, regret = of_least_regret([(*c.cost.times_ms, *c.cost.serial_ms) for c in allowed])
+    number, regret = of_least_regret([(*c.cost.times_ms, *c.cost.other_ms) for c in allowed])
     return allowed[number], regret
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ SHORT, LONG = 4, 8
 class Cost:
     """Of one launch; names as `Plan`'s. `instructions` are those that a compiler is given.
 
-    `serial_ms` is the first time if column groups take turns, where `waits_for_serial_groups`.
+    `other_ms` is the first time at the other ends of uncertainties besides the DMA model.
     """
 
     times_ms: tuple[float, ...]
@@ -31,14 +32,19 @@ class Cost:
     psum_banks: int
     bound: str
     instructions: int
-    serial_ms: tuple[float, ...] = ()
+    other_ms: tuple[float, ...] = ()
 
     def extended(self, longer: Cost, times: int) -> Cost:
         """What `longer` costs with what it has beyond this one so many times more."""
-        both = zip(self.times_ms, longer.times_ms, strict=True)
+
+        def beyond(low_ms: tuple[float, ...], high_ms: tuple[float, ...]) -> tuple[float, ...]:
+            both = zip(low_ms, high_ms, strict=True)
+            return tuple([high + times * (high - low) for low, high in both])
+
         return replace(
             longer,
-            times_ms=tuple([high + times * (high - low) for low, high in both]),
+            times_ms=beyond(self.times_ms, longer.times_ms),
+            other_ms=beyond(self.other_ms, longer.other_ms),
             hbm_bytes=longer.hbm_bytes + times * (longer.hbm_bytes - self.hbm_bytes),
             instructions=longer.instructions + times * (longer.instructions - self.instructions),
         )
@@ -75,32 +81,50 @@ def operands_of(problem: Problem, kernel: Kernel) -> list[TensorSpec | None]:
     return operands
 
 
-def traced(problem: Problem, name: str, arguments: Arguments) -> Cost | None:
+def traced(
+    problem: Problem,
+    name: str,
+    arguments: Arguments,
+    otherwise: Sequence[str] = (),
+    most_ms: float = math.inf,
+) -> Cost | None:
     """What a launch of the kernel costs; None where the simulated core refuses it.
 
-    Of many blocks of tokens some are traced, with what is left of a whole number of them.
+    Also where it takes more than `most_ms` by the first DMA model, as far as it is traced.
+    `otherwise`: the uncertainties of `Cost.other_ms`. Of many
+    blocks of tokens some are traced, with what is left of a whole number of them.
     """
     block = int(arguments.get("token_block", 0))
     blocks = problem.core_tokens[-1] // block if block else 0
     times = (blocks - LONG) // (LONG - SHORT)
     if times < 1 or block % PARTITIONS or arguments.get("device_loop"):
-        return _traced(problem, name, arguments)
+        return _traced(problem, name, arguments, otherwise, most_ms)
     step = problem.lnc * (LONG - SHORT) * block
     longer = replace(problem, M=problem.M - times * step)
-    long = _traced(longer, name, arguments)
+    long = _traced(longer, name, arguments, otherwise, most_ms)
     if long is None:
         return None
-    short = _traced(replace(longer, M=longer.M - step), name, arguments)
+    short = _traced(replace(longer, M=longer.M - step), name, arguments, otherwise)
     assert short is not None, f"{name} fits with more tokens, but not with fewer"
     return short.extended(long, times)
 
 
-def _traced(problem: Problem, name: str, arguments: Arguments) -> Cost | None:
+def _traced(
+    problem: Problem,
+    name: str,
+    arguments: Arguments,
+    otherwise: Sequence[str] = (),
+    most_ms: float = math.inf,
+) -> Cost | None:
     kernel = simulated_kernel(problem.op, name, problem.lnc)
     operands = operands_of(problem, kernel)
-    return trace(
-        kernel, operands, problem.target, arguments, serial=waits_for_serial_groups(problem)
-    )
+    return trace(kernel, operands, problem.target, arguments, otherwise, most_ms)
+
+
+def weighed(problem: Problem) -> tuple[str, ...]:
+    """Uncertainties besides the DMA model that a plan of least regret is over."""
+    serial = ("column-groups",) if waits_for_serial_groups(problem) else ()
+    return ("matmul-issue", *serial)
 
 
 def of_least_regret(times_ms: Sequence[tuple[float, ...]]) -> tuple[int, float]:
@@ -118,20 +142,18 @@ def trace(
     operands: Sequence[TensorSpec | None],
     target: str,
     arguments: Arguments,
-    *,
-    serial: bool = False,
+    otherwise: Sequence[str] = (),
+    most_ms: float = math.inf,
 ) -> Cost | None:
-    """What one launch of a kernel costs; None where it is refused, or needs the plans' reserve.
-
-    `serial`: `Cost.serial_ms` is wanted, too.
-    """
+    """What one launch costs; None as of `traced`, and where it needs the plans' reserve."""
     options: dict[str, Any] = {**arguments, "target": target, "mode": "trace"}
     try:
         run = simulate(kernel, *operands, **options)
     except NkiValidationError:
         return None
     profile = run.profile
-    if profile.sbuf_peak_bytes > profile.machine.planned_sbuf_bytes:
+    machine = profile.machine
+    if profile.sbuf_peak_bytes > machine.planned_sbuf_bytes or profile.time_ms > most_ms:
         return None
     busy = {use.engine: use.busy_ms for uses in profile.engines for use in uses}
     dma_ms = max([max(core.dma_busy_ns) for core in profile.schedule.cores]) / 1e6
@@ -142,5 +164,5 @@ def trace(
         psum_banks=profile.psum_peak_banks,
         bound="PE" if busy["TensorE"] >= dma_ms else "DMA",
         instructions=profile.stream_instructions,
-        serial_ms=(profile.time_assuming("column-groups"),) if serial else (),
+        other_ms=tuple([profile.time_assuming(name) for name in otherwise]),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
 
 
 def decode(problem: Problem) -> list[Knobs]:
-    """Knobs of `xw_decode`."""
+    """Knobs of `xw_decode`: tokens that stay in SBUF pay with other blocks, or other chunks."""
     resident = axis("resident", (False, True))
-    return decode_knobs(problem, resident[:1], [resident], resident[1])
+    moving, *stationary = decode_knobs(problem, resident[:1], stationary=resident[1])
+    blocks, *casts, chunks = [[*each] for each in moving.axes if not callable(each)]
+    axes = [pairs_of(resident, blocks), *casts, pairs_of(resident, chunks)]
+    return [replace(moving, axes=axes), *stationary]
 
 
 def prefill(problem: Problem) -> list[Knobs]:
