@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -20,9 +21,11 @@ from neuronmm_ops.compress.record import low_rank_layers
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.eval import encode_documents, token_perplexity
 from neuronmm_ops.hf import recover as recover_function
+from neuronmm_ops.hf import train
 from neuronmm_ops.hf.adapters import adapted
 from neuronmm_ops.hf.memory import save_memory_, saved_bytes
 from neuronmm_ops.hf.recover import _fingerprint
+from neuronmm_ops.hf.samples import samples
 from neuronmm_ops.manifest import verify
 from neuronmm_ops.recover import RecoverConfig
 from neuronmm_ops.recover.data import hold_out
@@ -174,9 +177,15 @@ def test_other_families_in_bfloat16(in_bfloat16, method, tmp_path):
 
 
 def test_where_nothing_improves_the_start_is_saved(small, tmp_path, monkeypatch):
-    config = RecoverConfig(steps=1, seqlen=32, learning_rate=10.0)
+    def slow(*arguments: object) -> torch.Tensor:
+        sleep(0.3)
+        return samples(*arguments)
+
+    monkeypatch.setattr(train, "samples", slow)
+    config = RecoverConfig(steps=1, minutes=0.001, seqlen=32, learning_rate=10.0)
     run = entry(hf.recover(small, TEXT, tmp_path / "out", config))
     assert (run["improved"], run["best_step"]) == (False, 0)
+    assert run["minutes"] > 0.3 / 60
     assert run["held_out_ppl_after"] == run["held_out_ppl_before"]
     assert not changed(small, tmp_path / "out")
 

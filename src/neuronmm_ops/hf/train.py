@@ -43,6 +43,7 @@ class Trained:
         loss: held-out loss of the factors in place, merged and rounded to the model's dtype.
         held_out_tokens: that it was measured on.
         compute_dtype: in which the model was computed.
+        sampling: seconds that the dense model wrote text for.
     """
 
     outcome: Outcome
@@ -50,6 +51,7 @@ class Trained:
     loss: float
     held_out_tokens: int
     compute_dtype: str
+    sampling: float
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers of the run as a JSON-compatible dict."""
@@ -59,7 +61,7 @@ class Trained:
             "best_step": position.best_step if self.improved else 0,
             "improved": self.improved,
             "tokens": position.tokens,
-            "minutes": position.elapsed / 60,
+            "minutes": (self.sampling + position.elapsed) / 60,
             "held_out_tokens": self.held_out_tokens,
             "held_out_ppl_before": math.exp(position.start_loss),
             "held_out_ppl_after": math.exp(self.loss),
@@ -105,11 +107,14 @@ def train_factors(
         with autocast():
             return math.log(token_perplexity(model, held_out.flatten(), seqlen).ppl_token)
 
-    objective = NextToken(model)
+    objective, began = NextToken(model), monotonic()
     if dense is not None:
         cast_(dense, compute)
         objective = Distillation(model, dense, config.hidden_weight)
-        ids, config = _with_samples(dense, ids, seqlen, config)
+        ids = torch.cat([ids, _sampled(dense, ids, seqlen, config)])
+    sampling = monotonic() - began
+    if not config.steps:
+        config = replace(config, minutes=config.minutes - sampling / 60)
     windows = Windows(ids, seqlen, max(1, config.batch_tokens // seqlen), config.seed)
     start = _factors(model)
     model.requires_grad_(False)
@@ -138,21 +143,15 @@ def train_factors(
             loss = outcome.position.start_loss
             for name, factor in _parameters(model).items():
                 factor.data.copy_(start[name])
-    return Trained(outcome, improved, loss, held_out.numel(), name_of(compute))
+    return Trained(outcome, improved, loss, held_out.numel(), name_of(compute), sampling)
 
 
-def _with_samples(
-    dense: PreTrainedModel, ids: Tensor, seqlen: int, config: RecoverConfig
-) -> tuple[Tensor, RecoverConfig]:
-    """Return the text with samples of the dense model, and the config with the time left."""
+def _sampled(dense: PreTrainedModel, ids: Tensor, seqlen: int, config: RecoverConfig) -> Tensor:
+    """Return text of the dense model, a share of the tokens or of the time."""
+    tokens, seconds = MOST_SAMPLES, 60 * SAMPLED_SHARE * config.minutes
     if config.steps:
-        tokens = int(SAMPLED_SHARE * config.batch_tokens * config.steps)
-        written = samples(dense, ids, seqlen, tokens, float("inf"), config.seed)
-        return torch.cat([ids, written]), config
-    began, seconds = monotonic(), 60 * SAMPLED_SHARE * config.minutes
-    written = samples(dense, ids, seqlen, MOST_SAMPLES, seconds, config.seed)
-    left = config.minutes - (monotonic() - began) / 60
-    return torch.cat([ids, written]), replace(config, minutes=left)
+        tokens, seconds = int(SAMPLED_SHARE * config.batch_tokens * config.steps), math.inf
+    return samples(dense, ids, seqlen, tokens, seconds, config.seed)
 
 
 def _compute_dtype(model: PreTrainedModel) -> torch.dtype:
