@@ -60,7 +60,7 @@ CANDIDATES = (
     SVDConfig(method="whiten"),
     SVDConfig(method="drift"),
     SVDConfig(method="drift", allocation="uniform"),
-    SVDConfig(method="kfac-drift"),
+    SVDConfig(method="kfac"),
     SVDConfig(method="swift", importance="perplexity"),
     SVDConfig(method="zero-sum"),
 )

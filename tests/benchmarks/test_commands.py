@@ -39,15 +39,15 @@ def test_methods(run, corpus, monkeypatch):
     few = partial(methods.candidates_at, (0.4, 0.6), candidates=methods.CANDIDATES[:2])
     monkeypatch.setattr(methods, "candidates_at", few)
     rows, shown = measured(run, "methods", *corpus, "--dtype", "bfloat16")
-    methods_of_a_ratio = ["whiten", "whiten", "kfac", "kfac"]
+    methods_of_a_ratio = ["whiten", "whiten", "kfac-drift", "kfac-drift"]
     assert [row["method"] for row in rows] == ["dense", "dense", *methods_of_a_ratio * 2]
     assert {row["text"] for row in rows} == {str(corpus[2]), str(corpus[4])}
     assert {row["compute_dtype"] for row in rows} == {"bfloat16"}
     assert all(row["ppl_token"] > 1 for row in rows)
 
     assert ["ratio", "effective", "method", "near", "far"] in shown
-    (default,) = (line for line in shown if line[:1] == ["0.6"] and "kfac" in line)
-    near, far = (row for row in rows if (row["ratio"], row["method"]) == (0.6, "kfac"))
+    (default,) = (line for line in shown if line[:1] == ["0.6"] and "kfac-drift" in line)
+    near, far = (row for row in rows if (row["ratio"], row["method"]) == (0.6, "kfac-drift"))
     assert any("whiten uniform" in " ".join(line) for line in shown)
     for row, cells in ((near, default[3:5]), (far, default[5:])):
         quotient = row["excess_quotient"]

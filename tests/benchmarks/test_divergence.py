@@ -23,7 +23,7 @@ def measured(ratios, candidates):
 @pytest.fixture(scope="module")
 def rows():
     """The baseline and the default."""
-    return measured((0.2, 0.4), divergence.CANDIDATES[:2])
+    return measured((0.2, 0.6), divergence.CANDIDATES[:2])
 
 
 def of(rows, method, ratio):
@@ -42,9 +42,9 @@ def domain(line):
     return "roads" if line.startswith("from") else "people"
 
 
-@pytest.mark.parametrize("ratio", [0.2, 0.4])
+@pytest.mark.parametrize("ratio", [0.2, 0.6])
 def test_the_default_is_never_worse_than_svd_llm(rows, ratio):
-    ours, theirs = (of(rows, method, ratio) for method in ("kfac", "whiten"))
+    ours, theirs = (of(rows, method, ratio) for method in ("kfac-drift", "whiten"))
     assert ours["effective_ratio"] >= theirs["effective_ratio"]
     assert ours["kl"] < theirs["kl"]
     assert ours["kl_quotient"] == pytest.approx(ours["kl"] / theirs["kl"])
@@ -54,10 +54,9 @@ def test_compression_hurts(rows):
     assert of(rows, "whiten", 0.2)["ce"] - of(rows, "whiten", 0.2)["dense_ce"] > 0.3
 
 
-def test_where_much_is_removed_errors_are_to_be_followed():
-    """There the default is worse than SVD-LLM, and the same metric with drift is not."""
-    candidates = (*divergence.CANDIDATES[:2], SVDConfig(method="kfac-drift"))
-    found = measured((0.6,), candidates)
+def test_where_much_is_removed_errors_are_to_be_followed(rows):
+    """There `kfac` is worse than SVD-LLM, and the same metric with drift is not."""
+    found = [*rows, *measured((0.6,), (divergence.BASELINE, SVDConfig(method="kfac")))]
     assert of(found, "kfac-drift", 0.6)["kl"] < 0.9 * of(found, "whiten", 0.6)["kl"]
     assert of(found, "kfac-drift", 0.6)["kl"] < 0.8 * of(found, "kfac", 0.6)["kl"]
 

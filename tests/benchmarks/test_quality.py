@@ -52,7 +52,7 @@ def test_tokenizer_gives_any_text_back():
 
 
 CANDIDATES = [
-    *[("whiten", "uniform", None), ("kfac", "greedy", None), ("plain", "uniform", None)],
+    *[("whiten", "uniform", None), ("kfac-drift", "greedy", None), ("plain", "uniform", None)],
     *[("plain", "greedy", "error"), ("whiten", "greedy", "gradient")],
     *[("drift", "greedy", "gradient"), ("zero-sum", "greedy", None)],
     *[("swift", "greedy", name) for name in ("gradient", "error", "perplexity")],

@@ -70,7 +70,7 @@ def test_tables_for_people(run, compress, dense, text, tmp_path):
     page = compress(dense).page()
     for words in (
         *("nominal ratio 0.200, effective", "whole model: 0.129", f"from {dense}"),
-        "method kfac, block 8, alpha 0.5, targets mlp",
+        "method kfac-drift, block 8, alpha 0.5, targets mlp",
         "calibrated on 2048 tokens: order spread, samples 32, seqlen 64",
         *("computed in float32", "model.layers.0.mlp.gate"),
     ):

@@ -328,7 +328,7 @@ def test_the_demo_file(run, tmp_path, monkeypatch):
         (demo / f"{name}.txt").write_text(". ".join(sentences))
     document = run("reproduce", "demo", "-o", "out/reproduce", "--json").document()
     names = [row["name"] for row in document["rows"]]
-    methods = ("svd-llm 0.6", "kfac 0.6")
+    methods = ("svd-llm 0.6", "kfac-drift 0.6")
     assert names == ["dense", *(n + end for n in methods for end in ("", " recovered"))]
     for row in document["rows"]:
         assert row["ppl"]["out/demo/held_out.txt"] > 1

@@ -49,7 +49,7 @@ def test_the_document():
         "block": 128,
         "alpha": 0.5,
         "targets": ["mlp"],
-        "method": "kfac",
+        "method": "kfac-drift",
         "allocation": "greedy",
         "importance": None,
         "budget": "parameters",
@@ -197,7 +197,7 @@ def test_a_target_is_known_by_any_of_its_names():
 @pytest.mark.parametrize(
     ("options", "weighs_by"),
     [
-        ({}, None),  # kfac's losses are the model's
+        ({}, None),  # kfac-drift's losses are the model's
         ({"importance": "gradient"}, None),
         ({"importance": "error"}, "error"),
         ({"method": "swift"}, "gradient"),

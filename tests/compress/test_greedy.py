@@ -1,6 +1,7 @@
 """`compress_` with one budget for all matrices, by every method and importance."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from toys import FAMILIES, GatedMLP, causal_lm, token_batches
 
 from neuronmm_ops import SVDConfig, SVDLinear, compress_
 from neuronmm_ops.compress.methods import METHODS
+from neuronmm_ops.errors import CompressionWarning
 from neuronmm_ops.rank import parameter_count
 
 BATCHES = token_batches(5)
@@ -112,15 +114,6 @@ def test_drift_is_nearer_to_the_dense_model_than_its_start():
     assert errors["drift"] < errors["swift"]
 
 
-def test_drift_needs_layers():
-    with pytest.raises(ValueError, match="GatedMLP has no list of layers"):
-        compress_(
-            GatedMLP(32, 64),
-            SVDConfig(ratio=0.5, block=8, method="drift", targets="all-linear"),
-            [torch.randn(1, 700, 32)],
-        )
-
-
 class Expert(nn.Module):
     """Sees the tokens that its router gives it."""
 
@@ -133,14 +126,60 @@ class Expert(nn.Module):
         return torch.zeros_like(x).masked_scatter(chosen[..., None], self.up_proj(x[chosen]))
 
 
-def test_drift_needs_the_same_tokens_on_both_paths():
+class Twice(nn.Module):
+    """Goes through its layers twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([GatedMLP(32, 64), GatedMLP(32, 64)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, *self.layers):
+            x = x + layer(x)
+        return x
+
+
+class Keyed(GatedMLP):
+    """Hands hidden states on by a name that is not Transformers'."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 64)
+        self.layers = nn.ModuleList([GatedMLP(32, 64)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.layers[0](x=x))
+
+
+def with_expert() -> nn.Module:
     model = causal_lm()
     model.model.layers[1].mlp = Expert()
-    dense = {name: value.clone() for name, value in model.state_dict().items()}
-    config = SVDConfig(ratio=0.5, block=8, method="drift", targets="all-linear")
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj is not given the same tokens"):
-        compress_(model, config, BATCHES)
-    torch.testing.assert_close(model.state_dict(), dense, rtol=0, atol=0)
+    return model
+
+
+@pytest.mark.parametrize(("method", "instead"), [("kfac-drift", "kfac"), ("drift", "swift")])
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (with_expert, r"model\.layers\.1\.mlp\.up_proj is not given all tokens"),
+        (lambda: GatedMLP(32, 64), "GatedMLP has no list of layers"),
+        (Twice, "run one by one, layers give another output than Twice"),
+        (Keyed, "hidden_states"),
+    ],
+    ids=["expert", "no layers", "twice", "keyed"],
+)
+def test_a_model_that_drift_cannot_follow_has_the_factors_its_ranks_are_bought_by(
+    make, reason, method, instead
+):
+    models = [make(), make()]
+    models[1].load_state_dict(models[0].state_dict())
+    batches = BATCHES if make is with_expert else [torch.randn(1, 700, 32)]
+    config = SVDConfig(ratio=0.5, block=8, method=method, targets="all-linear")
+    with pytest.warns(CompressionWarning, match=f"{instead} is used, not {method}.*{reason}"):
+        report = compress_(models[0], config, batches)
+    expected = replace(config, method=instead)
+    assert report.config == expected
+    compress_(models[1], expected, batches)
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=0, atol=0)
 
 
 def test_drift_rounds_what_is_in_no_layer():

@@ -27,14 +27,14 @@ def test_svd_llm_removes_as_much():
     model = tiny_model()
     config = SVDConfig(ratio=0.3, block=8, importance="error")
     ours, refined, theirs = candidates(model, config, {})
-    assert (ours, refined.method) == (config, "kfac-drift")
+    assert (ours, refined.method) == (config, "kfac")
     assert (theirs.method, theirs.allocation, theirs.ratio) == ("whiten", "uniform", ours.ratio)
     for size in ((64, 176), (64, 64), (128, 512)):
         K, N = size
         rank = theirs.rank(K, N)
         assert rank is None or rank * (K + N) <= 0.7 * K * N
     assert described((ours, theirs), [0.5, 0.25]) == (
-        "kfac greedy without storage 0.5; whiten uniform without storage 0.25 (taken)"
+        "kfac-drift greedy without storage 0.5; whiten uniform without storage 0.25 (taken)"
     )
 
 

@@ -87,7 +87,7 @@ CASES = {
     "plain": Case({"method": "plain"}),
     "zero-sum": Case({"method": "zero-sum"}),
     "drift": Case({"method": "drift", "targets": "all-linear"}),
-    "kfac-drift": Case({"method": "kfac-drift", "targets": "all-linear"}),
+    "kfac": Case({"method": "kfac", "targets": "all-linear"}),
     "perplexity": Case({"method": "swift", "importance": "perplexity"}),
     "masked": Case({}, masked),
     "masked-drift": Case({"method": "drift"}, masked),
@@ -130,8 +130,8 @@ def test_two_workers_find_what_one_does(name, fleet):
     if name == "default":
         stages = [json.loads((fleet / f"{i}.{name}.json").read_text())["stages"] for i in range(2)]
         assert stages == [
-            {"gradients": 10, "calibrate": 3, "factorize": 7},
-            {"gradients": 10, "calibrate": 2, "factorize": 7},
+            {"gradients": 10, "calibrate": 3, "factorize": 7, "drift": 2},
+            {"gradients": 10, "calibrate": 2, "factorize": 7, "drift": 2},
         ]
     second = load_file(fleet / f"1.{name}.safetensors")
     assert all(torch.equal(first[key], second[key]) for key in first)

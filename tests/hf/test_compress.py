@@ -1,18 +1,21 @@
 """hf.compress: the checkpoint it writes, and what it checks before the compression."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from small import compress
+from small import CONFIG, compress
 from stored import assert_same_bits, config_of
 from tiny import tiny_directory, tiny_ids, tiny_model
 
 from neuronmm_ops import SVDConfig, hf
 from neuronmm_ops.compress import compare as comparing
+from neuronmm_ops.compress import drift
 from neuronmm_ops.compress.compare import candidates
 from neuronmm_ops.compress.source import LayersInMemory, Task
+from neuronmm_ops.errors import CompressionWarning
 from neuronmm_ops.hf import compress as compress_function
 from neuronmm_ops.nn import dense_linears
 from neuronmm_ops.ops.backends.cpu import name_of
@@ -29,7 +32,14 @@ def test_it_writes_what_it_returns(dense, tmp_path):
     assert report.calibration["tokens"] == 16 * 64
     assert report.calibration | {"order": "head", "samples": 16, "seqlen": 64} == report.calibration
     assert report.provenance["compute_dtype"] == "float32"
-    assert list(dict.fromkeys(told)) == ["load", "gradients", "calibrate", "factorize", "save"]
+    assert list(dict.fromkeys(told)) == [
+        "load",
+        "gradients",
+        "calibrate",
+        "factorize",
+        "drift",
+        "save",
+    ]
     assert hf.load(out)(tiny_ids(1)).logits.isfinite().all()
     assert hf.load_tokenizer(out)("a")["input_ids"]
 
@@ -153,8 +163,16 @@ def test_bad_arguments(options, word, dense, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_both_records_have_the_method_that_was_used(dense, tmp_path, monkeypatch):
+    monkeypatch.setattr(drift, "_hindrance", lambda *_: "it has an expert")
+    with pytest.warns(CompressionWarning, match="kfac is used, not kfac-drift.*: it has an expert"):
+        report = compress(dense, tmp_path / "out")
+    assert report.config == replace(CONFIG, method="kfac")
+    assert hf.read_run(tmp_path / "out" / "compression.json").config == report.config
+
+
 def test_text_is_needed_but_for_plain(dense, tmp_path):
-    with pytest.raises(ValueError, match="method kfac needs a calibration text"):
+    with pytest.raises(ValueError, match="method kfac-drift needs a calibration text"):
         hf.compress(dense, None, None, tmp_path / "out")
     plain = SVDConfig(block=8, method="plain")
     assert hf.compress(dense, plain, None, tmp_path / "out").calibration is None

@@ -75,6 +75,7 @@ def interrupt(monkeypatch):
 
 def test_a_shard_that_disappears_midway(sharded, tmp_path, monkeypatch):
     (dense, shard), target, away = sharded, tmp_path / "out", tmp_path / "away"
+    config = replace(CONFIG, method="kfac")
     original = Work.save
 
     def save(self, name, tensors):
@@ -84,12 +85,12 @@ def test_a_shard_that_disappears_midway(sharded, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Work, "save", save)
     with pytest.raises(CheckpointError, match=f"{shard.name} is gone; put it back and run the"):
-        compress(dense, target)
+        compress(dense, target, config)
     assert not target.exists()
     away.rename(shard)
     monkeypatch.setattr(Work, "save", original)
     monkeypatch.setattr(Sweep, "embed", pytest.fail)  # it would begin at the first layer
-    compress(dense, target)
+    compress(dense, target, config)
     hf.load(target)
     assert names(tmp_path) == ["dense", "out"]
 
@@ -200,7 +201,7 @@ def test_too_little_room_for_the_work_is_seen_before_it(dense, tmp_path, monkeyp
 def test_a_weight_that_is_not_finite_is_named(tmp_path):
     dense = tiny_directory(tmp_path / "dense")
     edit_tensors(dense, lambda tensors: tensors[UP_PROJ][0, 0].fill_(torch.nan))
-    for method in ("kfac", "swift", "plain"):
+    for method in ("kfac-drift", "swift", "plain"):
         config = SVDConfig(ratio=0.3, block=8, method=method, allocation="uniform")
         with pytest.raises(NonFiniteError, match=UP_PROJ.removesuffix(".weight")):
             compress(dense, tmp_path / method, config)
@@ -241,7 +242,7 @@ def test_force_replaces_only_at_the_end(dense, tmp_path, monkeypatch):
     assert config_of(out) != before
 
 
-def kill_after(name, dense, out, storage):
+def kill_after(name, dense, out, storage, method):
     """Compress until a set has been saved."""
     original = Work.save
 
@@ -251,20 +252,24 @@ def kill_after(name, dense, out, storage):
             os.kill(os.getpid(), signal.SIGKILL)
 
     Work.save = save
-    compress(Path(dense), Path(out), replace(CONFIG, storage=storage or None))
+    compress(Path(dense), Path(out), replace(CONFIG, storage=storage or None, method=method))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "storage"),
-    [("upstream-2", ""), ("layer-0", ""), ("again-1-0", "int8"), ("rounded-0", "fp8")],
+    ("name", "storage", "method"),
+    [
+        *(("upstream-2", "", "kfac"), ("layer-0", "", "kfac-drift")),
+        *(("again-1-0", "int8", "kfac"), ("rounded-0", "fp8", "kfac")),
+        *(("paths-1-0", "int8", "kfac-drift"), ("drift-0", "", "kfac-drift")),
+    ],
 )
-def test_a_killed_run_goes_on(name, storage, dense, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on(name, storage, method, dense, tmp_path, monkeypatch):
     code = "import sys; import test_streaming_failures as t; t.kill_after(*sys.argv[1:])"
-    arguments = (name, dense, tmp_path / "out", storage)
+    arguments = (name, dense, tmp_path / "out", storage, method)
     (outcome,) = run_fleet(tmp_path / "printed", 1, code, *arguments)
     assert outcome.code == -signal.SIGKILL, outcome.err
-    config = replace(CONFIG, storage=storage or None)
+    config = replace(CONFIG, storage=storage or None, method=method)
     assert not (tmp_path / "out").exists()
     compress(dense, tmp_path / "whole", config)
     saved, original = [], Work.save

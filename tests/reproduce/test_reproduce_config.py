@@ -66,7 +66,10 @@ def test_what_is_no_table():
     [
         ('[modelled]\ntarget = "trn1"\nlnc = 2\n', "modelled.lnc must be 1, or 2 on trn2"),
         ("[modelled]\ntp = 0\n", "modelled.tp must be at least 1"),
-        ("[methods.kfac]\n", "compress.calibration is missing; method kfac needs a text"),
+        (
+            "[methods.kfac-drift]\n",
+            "compress.calibration is missing; method kfac-drift needs a text",
+        ),
         ("[methods.x]\nratio = 0.3\n", "unknown key of methods.x 'ratio'"),
         ("[recovery]\ndata = 'x'\nstep = 3\n", "unknown key of recovery 'step'"),
         ("[recovery]\ndata = 'x'\nminutes = -1.0\n", "minutes must be a positive number"),

@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
         help="repeat a recorded run; other options override it",
     )
     command.add_argument(
-        "--method", help="kfac (default), kfac-drift, swift, whiten, drift, zero-sum or plain"
+        "--method", help="kfac-drift (default), kfac, swift, whiten, drift, zero-sum or plain"
     )
     command.add_argument(
         "--calibration", type=Path, metavar="FILE.txt", help="UTF-8 text; plain needs none"
@@ -69,7 +69,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--compare",
         action="store_true",
-        help="try uniform whitening, kfac-drift and, for auto, dense storages too, and take what "
+        help="try uniform whitening, kfac and, for auto, dense storages too, and take what "
         "diverges least on text kept apart",
     )
     # None is "not given", so that the record's values or the library's defaults hold.

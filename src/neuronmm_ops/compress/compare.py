@@ -32,8 +32,8 @@ def candidates(
 ) -> list[SVDConfig]:
     """Return the config, and others that cost no more.
 
-    Of method `kfac`, `kfac-drift`; of storage `auto`, each storage that is within the budget with
-    all matrices dense; and uniform whitening, SVD-LLM's, whose ranks round down.
+    Of methods `kfac` and `kfac-drift` the other; of storage `auto`, each storage that is within the
+    budget with all matrices dense; and uniform whitening, SVD-LLM's, whose ranks round down.
 
     Args:
         model: dense.
@@ -41,8 +41,9 @@ def candidates(
         dtypes: of the Linears' weights as they will be stored.
     """
     found, linears = [config], select_targets(model, config).linears
-    if config.method == "kfac" and config.allocation == "greedy":
-        found.append(replace(config, method="kfac-drift"))
+    other = {"kfac": "kfac-drift", "kfac-drift": "kfac"}.get(config.method)
+    if other and config.allocation == "greedy":
+        found.append(replace(config, method=other))
     free = {"budget": "parameters", "target": None, "tokens": 1, "lnc": 1}
     plain = replace(config, **free, storage=config.one_byte)
     if config.is_mixed:

@@ -39,8 +39,8 @@ class SVDConfig:
         method: `plain` (SVD of the weight), `whiten` (SVD-LLM), `swift` (the same optimum as
             `whiten` from eigenvectors of the output covariance; needs no inverse), `kfac` (output
             errors weighed by the loss's gradient), `drift` (regression towards the dense outputs
-            from the inputs that compressed layers produce), `kfac-drift` (that by kfac's weights),
-            `zero-sum` (ZS-SVD).
+            from the inputs that compressed layers produce), `kfac-drift` (that by kfac's weights;
+            where layers cannot be run one by one, with a warning, `kfac`), `zero-sum` (ZS-SVD).
         allocation: `greedy`, one budget for all matrices, spent where it avoids most loss; or
             `uniform`, the paper's rule for each matrix. With `zero-sum`, `greedy` is that method's
             own order.
@@ -73,7 +73,7 @@ class SVDConfig:
     block: int = 128
     alpha: float = 0.5
     targets: str | tuple[str, ...] = "mlp"
-    method: str = "kfac"
+    method: str = "kfac-drift"
     allocation: str = "greedy"
     importance: str | None = None
     budget: str = "parameters"

@@ -34,7 +34,7 @@ class LayerStack:
         if not lists:
             raise ValueError(
                 f"{type(model).__name__} has no list of layers to go through one by one; "
-                "use method kfac, and do not stream"
+                "it cannot be streamed"
             )
         # The list of layers holds more than those of one layer's experts or branches.
         sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in lists.items()}

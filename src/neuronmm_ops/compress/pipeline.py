@@ -13,7 +13,7 @@ from neuronmm_ops.compress.budget import allocate, choose, matrix_of, ratio_boun
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.coverage import left_dense, warn_of_coverage
-from neuronmm_ops.compress.drift import drifting_names, factors_of, follow_drift
+from neuronmm_ops.compress.drift import drifting_names, factors_of, follow_drift, followable
 from neuronmm_ops.compress.importance import weights_of
 from neuronmm_ops.compress.measured import Divergence, Losses, losses_of
 from neuronmm_ops.compress.mixed import largest_rank, probed_ranks
@@ -102,6 +102,7 @@ def compress_layers(
     linears = {name: selection.linears[name] for name in largest}
     check_budget(config, linears, dtypes)
     batches = _batches(model, config, calibration) if linears or config.one_byte else []
+    config = followable(model, config, targets, batches)
     kinds = gradient_kinds(config, linears)
     head = list(selection.head)
     task = Task(config, targets, dtypes, largest, kinds, batches, stored, head)

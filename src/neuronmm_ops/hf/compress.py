@@ -2,6 +2,7 @@
 
 import re
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,7 @@ def compress(
             computing = computing_in(loaded, compute)
         with computing:
             report = compress_layers(layers, config, batches)
+        run = run and replace(run, config=report.config or config)
         report = report.with_run(calibration, name_of(compute), compared)
         tell("save", 0, 1)
         values = layers.values() if isinstance(layers, LayersOnDisk) else None

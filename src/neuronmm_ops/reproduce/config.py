@@ -232,7 +232,7 @@ def _parsed(values: dict[str, Any], path: Path) -> Reproduction:
 def _methods(values: object, compress: Compress) -> dict[str, SVDConfig]:
     table = checked_table(values, "methods")
     if not table:
-        raise ValueError("[methods] must hold at least one table, such as [methods.kfac]")
+        raise ValueError("[methods] must hold at least one table, such as [methods.kfac-drift]")
     if not compress.ratios or not compress.storages:
         raise ValueError("compress.ratios and compress.storages must not be empty")
     # Both are compress's, for every method.
