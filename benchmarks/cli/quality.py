@@ -1,6 +1,7 @@
 """`methods`, `storages`, `divergence` and `residuals`: what compression costs a model."""
 
 import argparse
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -104,9 +105,8 @@ def _excess(row: dict[str, Any]) -> str:
 def _storages(options: argparse.Namespace) -> list[dict[str, Any]]:
     texts, calibration = _read_texts(options)
     from benchmarks import storages
-    from neuronmm_ops.compress import SVDConfig
 
-    config = SVDConfig(block=options.block)
+    config = replace(storages.DEFAULT, block=options.block)
     with progress_bars() as progress:
         return storages.run(
             options.model,

@@ -51,7 +51,7 @@ def quality() -> list[str]:
         image("results-quality.svg", "excess log-perplexity against bytes, by method and storage"),
         "Excess by method and nominal ratio; ranks are whole blocks, so effective ratios differ:",
         methods_table,
-        "Dense and the default by storage, at the ranks of bf16, rounded as `compress` does; bytes "
+        "Dense and `kfac` by storage, at the ranks of bf16, rounded as `compress` does; bytes "
         "are the MLPs', relative to dense bf16:",
         storages_table,
     ]

@@ -146,7 +146,7 @@ def _quality() -> Figure:
     _lines(panels[0], methods())
     panels[0].set_title("Methods, factors of the model's dtype")
     _lines(panels[1], storages())
-    panels[1].set_title("Storages, the default method")
+    panels[1].set_title("Storages, method kfac")
     panels[1].set_ylabel("")
     for axes in panels:
         axes.legend()

@@ -67,7 +67,7 @@ def test_rows_say_what_they_are_of(rows):
     for storage in ("int8", "fp8"):
         row = of(rows, f"dense {storage}", 0.0)
         assert row["bytes"] == pytest.approx(0.51, abs=0.02)
-        assert 0 < row["kl"] < of(rows, "whiten", 0.4)["kl"]
+        assert 0 < row["kl"] < of(rows, "whiten", 0.6)["kl"]
 
 
 def test_facts_are_those_of_the_seed():
