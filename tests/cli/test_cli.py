@@ -5,7 +5,6 @@ import sys
 import tomllib
 import warnings
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -95,7 +94,7 @@ def test_our_warnings_are_lines_and_others_are_hidden(run, monkeypatch):
 
 
 def test_missing_transformers_names_the_extra(run, dense, text, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers.utils", None)
+    monkeypatch.setitem(sys.modules, "transformers.utils.logging", None)
     refused(run("eval", dense, "--text", text), "pip install 'neuronmm-ops[hf]'")
 
 
@@ -103,9 +102,7 @@ def test_a_broken_transformers_is_told_in_its_own_words(run, dense, text, monkey
     def broken(name: str) -> None:
         raise ImportError("libtorch.so:\n undefined symbol")  # has no name
 
-    utils = ModuleType("transformers.utils")
-    utils.__getattr__ = broken  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    monkeypatch.setattr("neuronmm_ops.extras.import_module", broken)
     words = "neuronmm: libtorch.so: undefined symbol; run: pip install 'neuronmm-ops[hf]'"
     refused(run("eval", dense, "--text", text), words)
 
