@@ -155,7 +155,7 @@ with torch.no_grad():
     assert nm.xw(x, u).shape == (5, 4)
 
 model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
-config = nm.SVDConfig(ratio=0.5, block=8, targets="all-linear")
+config = nm.SVDConfig(ratio=0.5, block=8, targets="all-linear", method="kfac")
 report = nm.compress_(model, config, [torch.randn(700, 32)])
 assert all(type(model[i]) is nm.SVDLinear for i in (0, 2))
 assert model(torch.randn(3, 32)).shape == (3, 32)
