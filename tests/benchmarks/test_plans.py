@@ -71,3 +71,8 @@ def test_an_interrupted_run_goes_on(searched):
 def test_all_are_searched_anew(searched):
     plans.main(["--anew"])
     assert searched == PROBLEMS
+
+
+def test_every_shape_of_every_model_is_shipped():
+    _, shipped = cache.shipped()
+    assert {plans._key(problem) for problem in plans.problems()} <= shipped.keys()

@@ -48,15 +48,36 @@ def heads_of(
     return rotated(q, cos, sin), rotated(k, cos, sin), v
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attended(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
     """Causal attention of the last M of T tokens: [batch * M, heads * head_dim]."""
     B, H, M, d = q.shape
     kv, T = k.shape[1], k.shape[2]
     scores = q.reshape(B, kv, H // kv, M, d) @ k[:, :, None].transpose(-1, -2) * d**-0.5
-    later = torch.ones(M, T, dtype=torch.bool).triu(T - M + 1)
-    weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+    hidden = torch.ones(M, T, dtype=torch.bool).triu(T - M + 1)
+    if window:
+        hidden |= torch.ones(M, T, dtype=torch.bool).tril(T - M - window)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     mixed = (weights @ v[:, :, None]).reshape(B, H, M, d)
     return mixed.transpose(1, 2).reshape(B * M, H * d)
+
+
+def decoded(
+    qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
+    positions: list[int], weights: list[Tensor], window: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What `attention_decode` makes: out [batch * M, heads * head_dim] and the two caches."""
+    B, kv, d, _ = k_cache.shape
+    M = qkv.shape[0] // B
+    heads = qkv.shape[1] // d - 2 * kv
+    k_cache, v_cache, rows = k_cache.clone(), v_cache.clone(), []
+    for b, position in enumerate(positions):
+        own, end = slice(b * M, b * M + M), position + M
+        q, k, v = heads_of(qkv[own], cos[own], sin[own], heads, kv, weights)
+        k_cache[b, :, :, position:end] = k[0].transpose(1, 2)
+        v_cache[b, :, position:end] = v[0]
+        keys, values = k_cache[b : b + 1, :, :, :end].transpose(2, 3), v_cache[b : b + 1, :, :end]
+        rows.append(attended(q, keys, values, window))
+    return torch.cat(rows), k_cache, v_cache
 
 
 def on(kernel: Any, lnc: int) -> Any:

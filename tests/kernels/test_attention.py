@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attending import angles, attended, drawn, heads_of, norm_weights, on
+from attending import angles, attended, decoded, drawn, heads_of, norm_weights, on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.cases import CORES
@@ -25,39 +25,58 @@ def double(tensors: list[Tensor]) -> list[Tensor]:
     return [t.double() for t in tensors]
 
 
-def check_decode(sizes, launch, dtype, norm=False, scale=1.0, **blocks):
-    B, H, kv, d, T = sizes
-    target, lnc = launch
-    qkv = drawn(B, (H + 2 * kv) * d, dtype=dtype, seed=1, scale=scale)
+def check_decode(sizes, launch, dtype, positions, M=1, window=0, norm=False, scale=1.0):
+    """Values of M new tokens a sequence from `positions` on; what the caches hold there is junk."""
+    (H, kv, d, T), (target, lnc), B = sizes, launch, len(positions)
+    qkv = drawn(B * M, (H + 2 * kv) * d, dtype=dtype, seed=1, scale=scale)
     k_cache = drawn(B, kv, d, T, dtype=dtype, seed=2, scale=scale)
     v_cache = drawn(B, kv, T, d, dtype=dtype, seed=3)
     weights = norm_weights(d, dtype) if norm else []
-    cos, sin = angles(1, d, dtype)
+    cos, sin = angles(B * M, d, dtype)
+    tensors = [qkv, cos, sin, k_cache, v_cache]
+    oracle = decoded(*double(tensors), positions, double(weights), window)
+    plain = decoded(*tensors, positions, weights, window)
+    for b, position in enumerate(positions):
+        k_cache[b, :, :, position:] = 1e4
+        v_cache[b, :, position:] = 1e4
+    kept = [k_cache.clone(), v_cache.clone()]
+    tensors += [torch.tensor(positions, dtype=torch.int32), *weights]
+    done = nc.simulate(on(attention_decode, lnc), *tensors, target=target, window=window)
+    out, keys, values = done.outputs
+    assert_close_to_oracle(out, oracle[0], plain[0], oracle[0].abs().clamp_min(1))
+    assert torch.equal(keys, k_cache)
+    for b, position in enumerate(positions):
+        own = slice(position, position + M)
+        assert_close_to_oracle(k_cache[b, ..., own], oracle[1][b, ..., own], plain[1][b, ..., own])
+        assert torch.equal(values[b, :, own], plain[2][b, :, own])
+        k_cache[b, ..., own], v_cache[b, :, own] = kept[0][b, ..., own], kept[1][b, :, own]
+    assert torch.equal(k_cache, kept[0])  # nothing else is written
+    assert torch.equal(v_cache, kept[1])
 
-    def composed(qkv, cos, sin, k_cache, v_cache, *weights):
-        q, k, v = heads_of(qkv, cos, sin, H, kv, list(weights))
-        keys = torch.cat([k_cache[..., :-1].transpose(2, 3), k], 2)
-        values = torch.cat([v_cache[:, :, :-1], v], 2)
-        return attended(q, keys, values), keys.transpose(2, 3), values
 
-    tensors = [qkv, cos, sin, k_cache, v_cache, *weights]
-    oracle, plain = composed(*double(tensors)), composed(*tensors)
-    k_cache[..., -1] = torch.nan  # what is there before is not read
-    v_cache[:, :, -1] = torch.nan
-    done = nc.simulate(on(attention_decode, lnc), *tensors, target=target, **blocks)
-    for got, wanted, low in zip(done.outputs, oracle, plain, strict=True):
-        assert_close_to_oracle(got, wanted, low, wanted.abs().clamp_min(1))
-    assert torch.equal(k_cache, done.outputs[1])
-    assert torch.equal(v_cache, plain[2])
-
-
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
-    B=st.integers(1, 3), heads=st.one_of(groups, many), d=head_dims, T=lengths, launch=CORES,
-     dtype=st.sampled_from(DTYPES), norm=st.booleans(),
+    data=st.data(), heads=st.one_of(groups, many), d=head_dims, T=lengths, launch=CORES,
+    dtype=st.sampled_from(DTYPES), norm=st.booleans(), window=st.sampled_from([0, 0, 1, 100]),
 )  # fmt: skip
-def test_decode_at_any_size(B, heads, d, T, launch, dtype, norm):
-    check_decode((B, *heads, d, T), launch, dtype, norm)
+def test_decode_at_any_size(data, heads, d, T, launch, dtype, norm, window):
+    most = min(8, T, 127 * heads[1] // heads[0])
+    M = data.draw(st.integers(1, most))
+    places = st.integers(0, T - M)
+    positions = data.draw(st.lists(places, min_size=1, max_size=3))
+    check_decode((*heads, d, T), launch, dtype, positions, M, window, norm)
+
+
+@pytest.mark.parametrize("M", [1, 4])
+@pytest.mark.parametrize("target", ["trn1", "trn2"])
+def test_decode_at_the_edges_of_a_bucket(target, M):
+    """One launch of a bucket serves every length."""
+    positions = [0, 1, 127, 128, 129, 511, 640 - M - 1, 640 - M]
+    check_decode((4, 2, 64, 640), (target, 1), torch.bfloat16, positions, M)
+
+
+def test_a_batch_of_sixteen_sequences():
+    check_decode((8, 2, 64, 300), ("trn2", 2), torch.bfloat16, list(range(0, 288, 18)))
 
 
 def check_prefill(sizes, launch, dtype, scale=1.0, **blocks):
@@ -87,7 +106,7 @@ def test_prefill_at_any_size(B, heads, d, M, launch, dtype):
 def test_softmax_is_safe(dtype, scale):
     """Scores of thousands, where exp alone overflows, and of zeros."""
     check_prefill((1, 2, 1, 64, 300), ("trn2", 1), dtype, scale)
-    check_decode((1, 2, 1, 64, 300), ("trn2", 1), dtype, scale=scale)
+    check_decode((2, 1, 64, 300), ("trn2", 1), dtype, [150], scale=scale)
 
 
 @settings(max_examples=20, deadline=None)
@@ -114,17 +133,50 @@ def test_rope_at_any_size(B, heads, d, M, launch, dtype, norm, block):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_decode_is_the_last_row_of_prefill(dtype):
-    B, H, kv, d, M = 2, 4, 2, 64, 261
-    qkv = drawn(B * M, (H + 2 * kv) * d, dtype=dtype, seed=1)
-    cos, sin = angles(M, d, dtype)
-    caches = [torch.zeros(s, dtype=dtype) for s in ((B, kv, d, M), (B, kv, M, d))]
-    q = nc.simulate(rope, qkv, cos, sin, *caches, target="trn2").outputs[0]
-    rows = nc.simulate(attention, q, *caches, target="trn2").outputs
-    kept = [c.clone() for c in caches]
-    last = [qkv.reshape(B, M, -1)[:, -1].contiguous(), cos[-1:], sin[-1:], *caches]
-    got = nc.simulate(attention_decode, *last, target="trn2").outputs[0]
-    wanted = rows.reshape(B, M, -1)[:, -1]
-    assert_close_to_oracle(got, wanted.double(), wanted, torch.ones(1))
-    for cache, before in zip(caches, kept, strict=True):
-        assert_close_to_oracle(cache, before.double(), before)
+def test_tokens_decoded_in_a_loop_are_those_of_prefill(dtype):
+    """A prompt by `rope` and `attention`, then one and four tokens at a time."""
+    B, H, kv, d, prompt, T = 2, 4, 2, 64, 61, 161
+    qkv = drawn(B, T, (H + 2 * kv) * d, dtype=dtype, seed=1)
+    cos, sin = angles(T, d, dtype)
+
+    def prefilled(tokens):
+        caches = [torch.zeros(s, dtype=dtype) for s in ((B, kv, d, tokens), (B, kv, tokens, d))]
+        rows = qkv[:, :tokens].reshape(B * tokens, -1)
+        q = nc.simulate(rope, rows, cos[:tokens], sin[:tokens], *caches, target="trn2").outputs[0]
+        out = nc.simulate(attention, q, *caches, target="trn2").outputs
+        return out.reshape(B, tokens, -1), *caches
+
+    wanted, whole_keys, whole_values = prefilled(T)
+    _, prompt_keys, prompt_values = prefilled(prompt)
+    k_cache, v_cache = torch.zeros_like(whole_keys), torch.zeros_like(whole_values)
+    k_cache[..., :prompt], v_cache[:, :, :prompt] = prompt_keys, prompt_values
+    place, M = prompt, 1
+    while place < T:
+        own = slice(place, place + M)
+        positions = torch.full((B,), place, dtype=torch.int32)
+        rows = [qkv[:, own].reshape(B * M, -1), cos[own].repeat(B, 1), sin[own].repeat(B, 1)]
+        launch = nc.simulate(attention_decode, *rows, k_cache, v_cache, positions, target="trn2")
+        got = launch.outputs[0].reshape(B, M, -1)
+        assert_close_to_oracle(got, wanted[:, own].double(), wanted[:, own], torch.ones(1))
+        place, M = place + M, 4 if M == 1 and place % 4 == 0 and T - place > 4 else 1
+    assert_close_to_oracle(k_cache, whole_keys.double(), whole_keys)
+    assert torch.equal(v_cache, whole_values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"qkv": (9, 512)}, "at most 8 new tokens, and T, pass a cache together; got 9"),
+        ({"qkv": (3, 512), "k": (1, 2, 64, 2)}, "at most 8 new tokens, and T"),
+        ({"cos": (2, 64)}, r"cos must be \(1, 64\), got \(2, 64\)"),
+        ({"v": (1, 2, 64, 8)}, r"v_cache must be \(1, 2, 8, 64\)"),
+        ({"positions": (2,)}, r"positions must be \(1,\), got \(2,\)"),
+    ],
+)
+def test_operands_of_decode_are_checked(change, message):
+    shapes = {"qkv": (1, 512), "cos": (1, 64), "sin": (1, 64), "k": (1, 2, 64, 8)}
+    shapes |= {"v": (1, 2, shapes["k"][3], 64), "positions": (1,)} | change
+    tensors = [torch.zeros(shape) for shape in shapes.values()]
+    tensors[-1] = tensors[-1].int()
+    with pytest.raises(AssertionError, match=message):
+        nc.simulate(attention_decode, *tensors, target="trn2")

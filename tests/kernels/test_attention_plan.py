@@ -18,7 +18,7 @@ def test_decode_reads_the_cache_once():
     cache = 2 * 8 * 4096 * 128 * 2
     seen = plan.profile("trn2")
     read = {t.name: t.read_bytes for t in seen.tensors}
-    assert cache - 4096 <= read["k_cache"] + read["v_cache"] <= cache
+    assert read["k_cache"] + read["v_cache"] == cache
 
 
 def test_only_the_lower_triangle_is_computed():
@@ -78,9 +78,9 @@ def test_bad_sizes_are_one_line(change, message):
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("M", "T"), [(64, 32), (2, 64), (0, 64), (0, 0), (1, 0)])
-def test_prefill_takes_all_tokens_and_decode_one(M, T):
-    with pytest.raises(ValueError, match=r"M must be 1|at least 1"):
+@pytest.mark.parametrize(("M", "T"), [(64, 32), (9, 64), (0, 64), (0, 0), (1, 0)])
+def test_prefill_takes_all_tokens_and_decode_a_few(M, T):
+    with pytest.raises(ValueError, match=r"M must be 1 to 8|at least 1"):
         plan_attention(M, T, batch=1, **LLAMA_1B)
 
 

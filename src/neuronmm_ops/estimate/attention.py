@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neuroncore.hardware import DEFAULT_TARGET, resolve_target
-from neuronmm_ops.kernels.attention.units import Shape, problem_of
+from neuronmm_ops.kernels.attention.units import MOST_NEW, Shape, problem_of
 from neuronmm_ops.kernels.problem import ITEMSIZES
 from neuronmm_ops.kernels.simulated import simulated_kernel
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, tiles_in
@@ -21,12 +21,14 @@ def check_launch(dtype: str, target: str, lnc: int) -> str:
     return machine.target
 
 
-def check_shape(batch: int, heads: int, kv_heads: int, head_dim: int, tokens: int) -> Shape:
+def check_shape(
+    batch: int, heads: int, kv_heads: int, head_dim: int, tokens: int, new: int = 1
+) -> Shape:
     """Sizes of attention. Raises ValueError where they are none."""
-    problem = problem_of(batch, heads, kv_heads, head_dim, tokens)
+    problem = problem_of(batch, heads, kv_heads, head_dim, tokens, new)
     if problem:
         raise ValueError(problem)
-    return Shape(batch, heads, kv_heads, head_dim, tokens)
+    return Shape(batch, heads, kv_heads, head_dim, tokens, new)
 
 
 def plan_attention(
@@ -44,15 +46,15 @@ def plan_attention(
 ) -> list[PlannedKernel]:
     """The launches of attention, from what makes qkv (or `plan_rope`) to the output projection.
 
-    Prefill (M == T > 1): `attention`, after `plan_rope`'s launches. Decode (M == 1): the one
-    launch `attention_decode`, which takes qkv itself: RoPE, the norms of heads and the write of
-    the new key and value are in it, and `plan_rope` has none. Its operands are qkv, cos and sin of
-    the position, the two caches and the weights of the norms; the position is T - 1, a
-    compile-time size, rounded up to a bucket as serving stacks do.
+    Prefill (M == T > 1): `attention`, after `plan_rope`'s launches. Decode (M of 1 to 8, below T):
+    the one launch `attention_decode`, which takes qkv itself: RoPE, the norms of heads and the
+    writes of new keys and values are in it, and `plan_rope` has none. Its operands are qkv, cos
+    and sin of the positions, the two caches, the positions and the weights of the norms. It reads
+    the whole cache of T tokens, a bucket's, at every position.
 
     Args:
         M: tokens of each sequence that are new.
-        T: tokens of each in the cache, the new ones included.
+        T: tokens that each cache has room for, the new ones included.
         batch: sequences.
         heads: query heads, a multiple of kv_heads.
         kv_heads: key and value heads.
@@ -68,13 +70,15 @@ def plan_attention(
         key heads and their queries, with their columns of the result.
 
     Raises:
-        ValueError: sizes that are no attention, M neither 1 nor T, or T too long for SBUF.
+        ValueError: sizes that are no attention, M neither 1 to 8 nor T, or T too long for SBUF.
     """
     target = check_launch(dtype, target, lnc)
-    shape = check_shape(batch, heads, kv_heads, head_dim, T)
-    if M not in (1, T):
-        raise ValueError(f"M must be 1 (decode) or T (prefill); got M {M} and T {T}")
-    if M == 1:
+    decodes = M == 1 or M < T
+    if M < 1 or (decodes and M > MOST_NEW) or M > T > 0:
+        rule = f"M must be 1 to {MOST_NEW} (decode) or T (prefill)"
+        raise ValueError(f"{rule}; got M {M} and T {T}")
+    shape = check_shape(batch, heads, kv_heads, head_dim, T, M if decodes else 1)
+    if decodes:
         planned = _decode(shape, head_norm, dtype, lnc)
         _cost(planned, shape, dtype, target)
         return [planned]
@@ -84,13 +88,15 @@ def plan_attention(
 
 def _decode(shape: Shape, head_norm: bool, dtype: str, lnc: int) -> PlannedKernel:
     B, H, kv, d, T = shape.batch, shape.heads, shape.kv_heads, shape.head_dim, shape.tokens
+    M = shape.new
     weight = TensorShape((d,), dtype) if head_norm else None
     operands = (
-        TensorShape((B, (H + 2 * kv) * d), dtype),
-        TensorShape((1, d), dtype),
-        TensorShape((1, d), dtype),
+        TensorShape((B * M, (H + 2 * kv) * d), dtype),
+        TensorShape((B * M, d), dtype),
+        TensorShape((B * M, d), dtype),
         TensorShape((B, kv, d, T), dtype),
         TensorShape((B, kv, T, d), dtype),
+        TensorShape((B,), "int32"),
         weight,
         weight,
     )

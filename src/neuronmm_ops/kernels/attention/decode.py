@@ -1,14 +1,15 @@
-"""Attention of one token a sequence with a KV cache, RoPE and the write of its key included."""
+"""Attention of a few new tokens with a KV cache; RoPE and the writes of keys are included."""
 
 from __future__ import annotations
 
-from neuronmm_ops.kernels.attention.heads import HeadNorm, NewHeads, NewToken, Rotation
+from neuronmm_ops.kernels.attention.heads import HeadNorm, NewHeads, NewTokens, Rotation
 from neuronmm_ops.kernels.attention.mixture import Mixture, Rescaling
 from neuronmm_ops.kernels.attention.scores import Scores
 from neuronmm_ops.kernels.attention.units import Shape, Unit, cache_blocks, decode_units
+from neuronmm_ops.kernels.attention.visible import Lanes, Positions, Visible
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
-from neuronmm_ops.kernels.stages.tiling import PARTITIONS
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, tiles_in
 
 
 class Caches(nl.NKIObject):
@@ -22,9 +23,35 @@ class Caches(nl.NKIObject):
 
     def __init__(self, k_cache: NkiTensor, v_cache: NkiTensor, unit: Unit) -> None:
         B, kv, d, T = k_cache.shape
-        first, n = unit.sequence * kv + unit.keys.start, unit.keys.size
-        self.keys = k_cache.reshape((B * kv * d, T))[nl.ds(first * d, n * d), :]
-        self.values = v_cache.reshape((B * kv, T, d))[nl.ds(first, n), :, :]
+        n = unit.keys.size
+        self.first = unit.sequence * kv + unit.keys.start
+        self.all_keys = k_cache.reshape((B * kv * d, T))
+        self.all_values = v_cache.reshape((B * kv, T, d))
+        self.keys = self.all_keys[nl.ds(self.first * d, n * d), :]
+        self.values = self.all_values[nl.ds(self.first, n), :, :]
+
+    def store(self, new: NewTokens, visible: Visible) -> None:
+        """Write the new tokens to their places, which are known at run time alone."""
+        place, M = visible.place_sb, new.shape.new
+        n, T, d = self.values.shape
+        full = n // new.stacked  # tiles of keys that have all of their heads
+        for s in (Span(0, full), Span(full, tiles_in(n, new.stacked) - full)):
+            if s.size > 0:
+                rows = new.rows_of(s.start)
+                keys_hbm = self.all_keys.ap(
+                    [[T, rows], [T * new.rows, s.size], [1, M]],
+                    (self.first * d + s.start * new.rows) * T,
+                    scalar_offset=place,
+                    indirect_dim=1,
+                )
+                nisa.dma_copy(keys_hbm, new.keys_sb[0:rows, nl.ds(s.start, s.size), :])
+        values_hbm = self.all_values.ap(
+            [[d, M], [T * d, n], [1, d]],
+            self.first * T * d,
+            scalar_offset=place,
+            indirect_dim=1,
+        )
+        nisa.dma_copy(values_hbm, new.values_hbm)
 
 
 def same_lanes(lanes: int) -> NkiTensor:
@@ -52,28 +79,35 @@ def attention_decode(
     sin: NkiTensor,
     k_cache: NkiTensor,
     v_cache: NkiTensor,
+    positions: NkiTensor,
     q_weight: NkiTensor | None = None,
     k_weight: NkiTensor | None = None,
     eps: float = 1e-6,
+    window: int = 0,
 ) -> tuple[NkiTensor, NkiTensor, NkiTensor]:
-    """out = softmax(q k^T / sqrt(head_dim)) v of one token a sequence; its k, v join the caches.
+    """out = softmax(q k^T / sqrt(head_dim)) v of M new tokens a sequence; k, v join the caches.
 
     Dimensions:
-        batch: sequences. T: tokens in the cache, the new one, which is the last, included.
-        head_dim: even, up to 128. heads: a multiple of kv_heads, up to 127 a kv head.
+        batch: sequences. M: new tokens of each, 1 to 8, causal among themselves: several verify a
+        draft. T: tokens that the caches have room for, the new ones included.
+        head_dim: even, up to 128. heads: a multiple of kv_heads; M heads up to 127 kv_heads.
 
     Args:
-        qkv: [batch, (heads + 2 kv_heads) head_dim], query, key and value before RoPE.
-        cos: [1, head_dim] of position T - 1, any float dtype.
-        sin: [1, head_dim].
-        k_cache: [batch, kv_heads, head_dim, T], keys after RoPE, transposed; written at T - 1.
-        v_cache: [batch, kv_heads, T, head_dim]; written at T - 1.
+        qkv: [batch * M, (heads + 2 kv_heads) head_dim], query, key and value before RoPE, the
+            tokens of a sequence together.
+        cos: [batch * M, head_dim] of the tokens' positions, any float dtype.
+        sin: [batch * M, head_dim].
+        k_cache: [batch, kv_heads, head_dim, T], keys after RoPE, transposed; finite.
+        v_cache: [batch, kv_heads, T, head_dim]; finite.
+        positions: int32 [batch], where the first new token of a sequence is written, 0 to T - M:
+            tokens of the cache before it are seen, what the cache holds from there on is not.
         q_weight: [head_dim], an RMSNorm of each query head before RoPE, or None.
         k_weight: [head_dim] of each key head; both or none.
         eps: of the norm.
+        window: tokens that a query sees, its own included; 0 for all.
 
     Returns:
-        out [batch, heads * head_dim] in shared HBM, dtype of qkv, and the two caches.
+        out [batch * M, heads * head_dim] in shared HBM, dtype of qkv, and the two caches.
 
     Notes:
         T is a compile-time size: serving stacks compile a few, and round up to the next. RoPE is
@@ -87,33 +121,43 @@ def attention_decode(
         which ends long before the output is stored.
 
     Pseudocode:
-        q, k = rope(norm(q)), rope(norm(k));  k_cache[:, T - 1], v_cache[T - 1] = k, v
-        scores[heads, T] = q . k_cache / sqrt(head_dim)
-        weights = exp(scores - max(scores));  out = weights . v_cache / sum(weights)
+        q, k = rope(norm(q)), rope(norm(k));  p = position + 0 ... M - 1
+        scores[heads, T + M] = q . [k_cache, k] / sqrt(head_dim), of the tokens that are seen
+        weights = exp(scores - max(scores));  out = weights . [v_cache, v] / sum(weights)
+        k_cache[:, p], v_cache[p] = k, v
     """
     B, kv, d, T = k_cache.shape
-    heads = qkv.shape[1] // d - 2 * kv
-    shape = Shape(B, heads, kv, d, T)
-    check_operands(shape, qkv, v_cache)
+    M = qkv.shape[0] // B
+    shape = Shape(B, qkv.shape[1] // d - 2 * kv, kv, d, T, M)
+    check_operands(shape, qkv, cos, v_cache, positions)
     assert is_none(q_weight) == is_none(k_weight), "give both weights of norms, or none"
-    out_hbm = nl.ndarray((B, heads * d), dtype=qkv.dtype, buffer=nl.shared_hbm)
+    out_hbm = nl.ndarray((B * M, shape.heads * d), dtype=qkv.dtype, buffer=nl.shared_hbm)
     units = decode_units(shape, nl.program_id(0), nl.num_programs(0))
     norms: list[HeadNorm] = []
     if not is_none(q_weight) and not is_none(k_weight):
-        norms.append(HeadNorm(q_weight, k_weight, heads, eps))
-    rotation = Rotation(cos, sin, min(PARTITIONS, heads + kv), norms)
+        norms.append(HeadNorm(q_weight, k_weight, shape.heads, eps))
+    rotation = Rotation(cos, sin, min(PARTITIONS, shape.heads + kv), norms)
     load_table()
+    all_positions = Positions(positions)
+    lanes: list[Lanes] = []
     joins: list[Rescaling] = []
-    made: list[NewToken] = []
+    made: list[NewTokens] = []
+    seen: list[Visible] = []
     scored: list[Scores] = []
     for u in range(len(units) + 1):
-        if u == len(made):
+        if u == len(made) and u < len(units):
+            sequence = units[u].sequence
             made.extend(new_tokens(qkv, shape, units, u, rotation))
+            if u == 0:
+                lanes.append(Lanes(shape, made[0].lanes))
+            visible = Visible(lanes[0], all_positions, sequence, window)
+            for _ in range(len(made) - u):
+                seen.append(visible)
         if u < len(units):
             keys = Caches(k_cache, v_cache, units[u]).keys
-            scores = Scores(made[u], keys, cache_blocks(T, made[u].groups))
+            scores = Scores(made[u], keys, cache_blocks(T, made[u].groups, M))
             for cache_block in scores.blocks:
-                scores.add(cache_block, d**-0.5)
+                scores.add(cache_block, seen[u])
             scores.finish()
             scored.append(scores)
         if u == 0 and len(units) > 0:
@@ -122,38 +166,44 @@ def attention_decode(
         if u > 0:  # while the keys of the next unit come
             caches = Caches(k_cache, v_cache, units[u - 1])
             mix(out_hbm, scored[u - 1], caches, joins[0])
+    for u in range(len(units)):
+        Caches(k_cache, v_cache, units[u]).store(made[u], seen[u])
     return out_hbm, k_cache, v_cache
 
 
 def mix(out_hbm: NkiTensor, scores: Scores, caches: Caches, sums: Rescaling) -> None:
-    """The output of a unit, and its new token's places in the caches."""
+    """The output of a unit."""
     new = scores.new
     mixture = Mixture(new, caches.values, scores)
-    T = caches.values.shape[1]
     mixture.run(sums)
-    new.store(caches.keys[:, nl.ds(T - 1, 1)], caches.values[:, nl.ds(T - 1, 1), :])
-    first = new.unit.keys.start * new.group * new.head_dim
-    columns = out_hbm[new.unit.sequence, nl.ds(first, new.queries * new.head_dim)]
-    mixture.store(columns.reshape((new.queries, new.head_dim)), sums)
+    first, M = new.unit.keys.start * new.shape.group * new.head_dim, new.shape.new
+    columns = nl.ds(first, new.keys * new.shape.group * new.head_dim)
+    rows_hbm = out_hbm[nl.ds(new.unit.sequence * M, M), columns]
+    mixture.store(rows_hbm.reshape_dim(1, (new.keys * new.shape.group, new.head_dim)), sums)
 
 
 def new_tokens(
     qkv: NkiTensor, shape: Shape, units: list[Unit], first: int, rotation: Rotation
-) -> list[NewToken]:
-    """The new token of all units from number `first` on that are of its sequence."""
-    found: list[NewToken] = []
-    if first == len(units):
-        return found
+) -> list[NewTokens]:
+    """The new tokens of all units from number `first` on that are of its sequence."""
+    found: list[NewTokens] = []
     heads = NewHeads(qkv, shape, units[first].sequence, rotation)
     for unit in units[first : len(units)]:
         if unit.sequence == units[first].sequence:
-            found.append(NewToken(heads, unit))
+            found.append(NewTokens(heads, unit))
     return found
 
 
-def check_operands(shape: Shape, qkv: NkiTensor, v_cache: NkiTensor) -> None:
+def check_operands(
+    shape: Shape, qkv: NkiTensor, cos: NkiTensor, v_cache: NkiTensor, positions: NkiTensor
+) -> None:
     """Check what the sizes of the key cache ask of the others."""
-    wanted = (shape.batch, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)
+    rows = shape.batch * shape.new
+    wanted = (rows, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)
     assert qkv.shape == wanted, f"qkv must be {wanted}, got {qkv.shape}"
+    wanted = (rows, shape.head_dim)
+    assert cos.shape == wanted, f"cos must be {wanted}, got {cos.shape}"
     wanted = (shape.batch, shape.kv_heads, shape.tokens, shape.head_dim)
     assert v_cache.shape == wanted, f"v_cache must be {wanted}, got {v_cache.shape}"
+    wanted = (shape.batch,)
+    assert positions.shape == wanted, f"positions must be {wanted}, got {positions.shape}"

@@ -1,4 +1,4 @@
-"""The new token's heads in decode: RMSNorm, RoPE, and their places on the partitions."""
+"""The new tokens' heads in decode: RMSNorm, RoPE, and their places on the partitions."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class HeadNorm(nl.NKIObject):
 
 
 class Rotation(nl.NKIObject):
-    """RoPE of one position, after an RMSNorm, if any.
+    """RoPE, after an RMSNorm, if any.
 
     Args:
-        cos: [1, head_dim] in HBM.
-        sin: [1, head_dim].
+        cos: [tokens, head_dim] in HBM.
+        sin: [tokens, head_dim].
         rows: on which the tables are wanted.
         norms: one or none.
     """
@@ -76,15 +76,15 @@ class Rotation(nl.NKIObject):
         self.norms = norms
         self.tables_sb: list[NkiTensor] = []
 
-    def load(self) -> None:
-        """Load the tables once."""
-        if len(self.tables_sb) > 0:
-            return
+    def load(self, token: int) -> None:
+        """Load the tables of a token."""
+        tables_sb: list[NkiTensor] = []
         for table_hbm in self.tables_hbm:
             table_sb = nl.ndarray((self.rows, table_hbm.shape[1]), dtype=table_hbm.dtype)
-            own_hbm = table_hbm.broadcast(0, self.rows)
+            own_hbm = table_hbm[nl.ds(token, 1), :].broadcast(0, self.rows)
             nisa.dma_copy(table_sb, own_hbm, dge_mode=nisa.dge_mode.none)
-            self.tables_sb.append(table_sb)
+            tables_sb.append(table_sb)
+        self.tables_sb = tables_sb
 
     def run(self, number: int, rows: Span, rows_sb: NkiTensor) -> NkiTensor:
         """A tile of rows [rows, head_dim], query heads first, normalised and rotated."""
@@ -112,10 +112,10 @@ class Rotation(nl.NKIObject):
 
 
 class NewHeads(nl.NKIObject):
-    """The heads of a sequence's new token, transposed.
+    """The heads of a sequence's new tokens, transposed.
 
     Args:
-        qkv: [batch, (heads + 2 kv_heads) head_dim] in HBM.
+        qkv: [batch * new, (heads + 2 kv_heads) head_dim] in HBM.
         shape: all sizes.
         sequence: which of the batch.
         rotation: of queries and keys.
@@ -125,37 +125,26 @@ class NewHeads(nl.NKIObject):
         d, count = shape.head_dim, shape.heads + shape.kv_heads
         self.shape = shape
         self.dtype = qkv.dtype
-        row_hbm = qkv[sequence, :].reshape((count + shape.kv_heads, d))
-        self.values_hbm = row_hbm[nl.ds(count, shape.kv_heads), :]
-        # query heads, then keys: on the partitions of tiles, and side by side
-        self.tiles = spans(0, count, PARTITIONS)
-        self.rotated_sb: list[NkiTensor] = []
-        in_psum = transposed_dtype(qkv.dtype)
-        self.columns_psum = nl.ndarray((d, count), dtype=in_psum, buffer=nl.psum)
-        for n in range(len(self.tiles)):
-            own = nl.ds(self.tiles[n].start, self.tiles[n].size)
-            rows_sb = nl.ndarray((self.tiles[n].size, d), dtype=qkv.dtype)
-            nisa.dma_copy(rows_sb, row_hbm[own, :], dge_mode=nisa.dge_mode.none)
-            rotation.load()
-            rotated_sb = rotation.run(n, self.tiles[n], rows_sb)
-            nisa.nc_transpose(self.columns_psum[:, own], rotated_sb)
-            self.rotated_sb.append(rotated_sb)
-
-    def store_keys(self, keys: Span, keys_hbm: NkiTensor) -> None:
-        """Write some keys to [keys, head_dim] in HBM."""
-        first = self.shape.heads + keys.start
-        for n in range(len(self.tiles)):
-            tile = self.tiles[n]
-            start = max(first, tile.start)
-            size = min(first + keys.size, tile.start + tile.size) - start
-            if size > 0:
-                own_sb = self.rotated_sb[n][nl.ds(start - tile.start, size), :]
-                own_hbm = keys_hbm[nl.ds(start - first, size), :]
-                nisa.dma_copy(own_hbm, own_sb, dge_mode=nisa.dge_mode.none)
+        rows_hbm = qkv[nl.ds(sequence * shape.new, shape.new), :]
+        rows_hbm = rows_hbm.reshape((shape.new, count + shape.kv_heads, d))
+        self.values_hbm = rows_hbm[:, nl.ds(count, shape.kv_heads), :]
+        # of each token [head_dim, query heads and keys]
+        self.columns_psum: list[NkiTensor] = []
+        for m in range(shape.new):
+            columns_psum = nl.ndarray((d, count), dtype=transposed_dtype(qkv.dtype), buffer=nl.psum)
+            tiles = spans(0, count, PARTITIONS)
+            for n in range(len(tiles)):
+                own = nl.ds(tiles[n].start, tiles[n].size)
+                rows_sb = nl.ndarray((tiles[n].size, d), dtype=qkv.dtype)
+                nisa.dma_copy(rows_sb, rows_hbm[m, own, :], dge_mode=nisa.dge_mode.none)
+                if n == 0:
+                    rotation.load(sequence * shape.new + m)
+                nisa.nc_transpose(columns_psum[:, own], rotation.run(n, tiles[n], rows_sb))
+            self.columns_psum.append(columns_psum)
 
 
-class NewToken(nl.NKIObject):
-    """The new token's heads of a unit: queries on the diagonal, and the key.
+class NewTokens(nl.NKIObject):
+    """The new tokens' heads of a unit: queries on the diagonal, and the keys.
 
     Key heads lie one below the other in tiles of `stacked` heads. A query has zeros beside the
     features of its key, so that one matmul has the scores of all queries with a tile of keys.
@@ -166,39 +155,44 @@ class NewToken(nl.NKIObject):
     """
 
     def __init__(self, heads: NewHeads, unit: Unit) -> None:
-        n, g, d = unit.keys.size, heads.shape.group, heads.shape.head_dim
-        self.heads = heads
+        shape = heads.shape
+        n, d = unit.keys.size, shape.head_dim
         self.unit = unit
+        self.shape = shape
         self.keys = n
-        self.group = g
         self.head_dim = d
-        self.stacked = min(n, heads.shape.stacked)
-        self.queries = n * g
+        self.each = shape.group * shape.new
+        self.stacked = min(n, shape.stacked)
+        self.queries = n * self.each
         self.rows = self.stacked * d
         self.tiles = tiles_in(n, self.stacked)
         self.groups = column_groups(self.queries, facts().pe_tile)
         self.lanes = PARTITIONS // self.groups
-        self.value_hbm = heads.values_hbm[nl.ds(unit.keys.start, n), :]
-        self.width = self.lanes + self.stacked * g
+        self.values_hbm = heads.values_hbm[:, nl.ds(unit.keys.start, n), :]
+        self.width = self.lanes + self.stacked * self.each
         self.queries_sb = nl.ndarray((self.rows, self.tiles * self.width), dtype=heads.dtype)
-        self.keys_sb = nl.ndarray((self.rows, self.tiles), dtype=heads.dtype)
+        self.keys_sb = nl.ndarray((self.rows, self.tiles, shape.new), dtype=heads.dtype)
         nisa.memset(self.queries_sb, 0.0, engine=nisa.gpsimd_engine)
+        for m in range(shape.new):
+            self.lay_out(m, heads.columns_psum[m])
+
+    def lay_out(self, m: int, columns_psum: NkiTensor) -> None:
+        """Copy the heads of a token [head_dim, query heads and keys] to their places."""
+        n, g, d, step = self.keys, self.shape.group, self.head_dim, self.stacked
         diagonal_sb = self.queries_sb.reshape((self.rows, self.tiles, self.width))
-        first, step, queries_psum = unit.keys.start, self.stacked, heads.columns_psum
-        last = heads.shape.heads + first + n
-        full = n // step  # tiles that have all of their heads
-        whole_psum = queries_psum[:, nl.ds(first * g, full * step * g)]
+        first, full = self.unit.keys.start, n // step  # tiles that have all of their heads
+        last = self.shape.heads + first + n
+        whole_psum = columns_psum[:, nl.ds(first * g, full * step * g)]
         whole_psum = whole_psum.reshape_dim(1, (full, step * g))
         for a in range(step):
-            rows, own = nl.ds(a * d, d), nl.ds(a * g, g)
-            evict(diagonal_sb[rows, 0:full, own], whole_psum[:, :, own], a)
+            rows, own = nl.ds(a * d, d), nl.ds(a * self.each + m * g, g)
+            evict(diagonal_sb[rows, 0:full, own], whole_psum[:, :, nl.ds(a * g, g)], a)
             if a < n - full * step:
-                rest_psum = queries_psum[:, nl.ds((first + full * step + a) * g, g)]
+                rest_psum = columns_psum[:, nl.ds((first + full * step + a) * g, g)]
                 evict(diagonal_sb[rows, full, own], rest_psum, a)
         for a in range(step):
-            keys_psum = heads.columns_psum[:, heads.shape.heads + first + a : last : step]
-            rows = nl.ds(a * d, d)
-            evict(self.keys_sb[rows, 0 : tiles_in(n - a, step)], keys_psum, a + 1)
+            keys_psum = columns_psum[:, self.shape.heads + first + a : last : step]
+            evict(self.keys_sb[nl.ds(a * d, d), 0 : tiles_in(n - a, step), m], keys_psum, a + 1)
 
     def rows_of(self, tile: int) -> int:
         """Rows of a tile of keys."""
@@ -210,11 +204,5 @@ class NewToken(nl.NKIObject):
         return self.queries_sb[0 : self.rows_of(tile), nl.ds(start, self.lanes)]
 
     def key(self, tile: int) -> NkiTensor:
-        """[rows of a tile, 1], the new key."""
-        return self.keys_sb[0 : self.rows_of(tile), nl.ds(tile, 1)]
-
-    def store(self, key_hbm: NkiTensor, value_hbm: NkiTensor) -> None:
-        """Write the new token to its place in the caches."""
-        keys_hbm = key_hbm.reshape_dim(0, (self.keys, self.head_dim)).select(2, 0)
-        self.heads.store_keys(self.unit.keys, keys_hbm)
-        nisa.dma_copy(value_hbm.select(1, 0), self.value_hbm, dge_mode=nisa.dge_mode.none)
+        """[rows of a tile, new], the new keys."""
+        return self.keys_sb[0 : self.rows_of(tile), tile, :]

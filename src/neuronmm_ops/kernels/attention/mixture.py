@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neuronmm_ops.kernels.attention.heads import NewToken
+from neuronmm_ops.kernels.attention.heads import NewTokens
 from neuronmm_ops.kernels.attention.scores import LOAD_BYTES, Scores, lay
 from neuronmm_ops.kernels.attention.units import CacheBlock
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
@@ -45,13 +45,11 @@ class ValueLoad(nl.NKIObject):
     Args:
         number: of the block.
         heads: of the unit.
-        tiles: of the block.
     """
 
-    def __init__(self, number: int, heads: Span, tiles: Span) -> None:
+    def __init__(self, number: int, heads: Span) -> None:
         self.number = number
         self.heads = heads
-        self.tiles = tiles
 
 
 class Mixture(nl.NKIObject):
@@ -65,7 +63,7 @@ class Mixture(nl.NKIObject):
         scores: of the unit.
     """
 
-    def __init__(self, new: NewToken, values: NkiTensor, scores: Scores) -> None:
+    def __init__(self, new: NewTokens, values: NkiTensor, scores: Scores) -> None:
         self.new = new
         self.values = values
         self.scores = scores
@@ -85,14 +83,9 @@ class Mixture(nl.NKIObject):
         most = max(1, BANK_COLUMNS // self.new.head_dim)
         each = LOAD_BYTES // (block.size * self.new.head_dim * itemsize(self.values.dtype))
         each = most // tiles_in(most, max(1, min(each, most)))  # of one bank
-        whole = block.tiles - 1 if block.last else block.tiles
         found: list[ValueLoad] = []
-        if block.last:  # first, for it takes several loads
-            for heads in spans(0, self.new.keys, most):
-                found.append(ValueLoad(number, heads, Span(whole, 1)))
-        for heads in spans(0, self.new.keys, each):
-            if whole > 0:
-                found.append(ValueLoad(number, heads, Span(0, whole)))
+        for heads in spans(0, self.new.keys, most if block.new else each):
+            found.append(ValueLoad(number, heads))
         return found
 
     def run(self, sums: Rescaling) -> None:
@@ -116,48 +109,42 @@ class Mixture(nl.NKIObject):
                     self.prepare(sums)
                     weights_sb.append(weights_sb[part.number])
             block = self.scores.blocks[part.number]
-            self.add_tiles(block, part.heads, part.tiles, weights_sb[part.number])
+            self.add(block, part.heads, weights_sb[part.number])
             if i == max(first, len(parts) - 2):  # while the last values come
                 self.add_up()
 
-    def add_tiles(self, block: CacheBlock, heads: Span, tiles: Span, weights_sb: NkiTensor) -> None:
-        """Add some tiles of tokens to the sums of some heads."""
-        values_sb = self.load(block, heads, tiles)
+    def add(self, block: CacheBlock, heads: Span, weights_sb: NkiTensor) -> None:
+        """Add the tokens of a block to the sums of some heads."""
+        values_sb = self.load(block, heads)
         lanes = self.new.lanes
         bank_psum = self.banks_psum[heads.start // self.each]
         columns = nl.ds(heads.start % self.each, heads.size)
-        for i in range(tiles.size):
-            tile = tiles.start + i
+        for tile in range(block.tiles):
             c = tile % block.groups
             own = nl.ds(c * lanes, lanes)
             chosen_sb = weights_sb[:, tile // block.groups, own]
             started = self.started[heads.start][c]
-            lay(bank_psum[own, columns, :], chosen_sb, values_sb[:, :, i, :], c, lanes, started)
+            lay(bank_psum[own, columns, :], chosen_sb, values_sb[:, :, tile, :], c, lanes, started)
             for h in range(heads.size):
                 self.started[heads.start + h][c] = True
 
-    def load(self, block: CacheBlock, heads: Span, tiles: Span) -> NkiTensor:
-        """Values [rows, heads, tiles, head_dim] in SBUF; the new one is not read from the cache."""
-        d, rows, none = self.new.head_dim, block.rows, nisa.dge_mode.none
-        values_sb = nl.ndarray((rows, heads.size, tiles.size, d), dtype=self.values.dtype)
-        own_hbm = self.values[nl.ds(heads.start, heads.size), nl.ds(block.start, block.size), :]
-        own_hbm = own_hbm.reshape_dim(1, (rows, block.tiles)).permute((1, 0, 2, 3))
-        own_hbm = own_hbm[:, :, nl.ds(tiles.start, tiles.size), :]
-        if not block.last or tiles.start + tiles.size < block.tiles:
-            nisa.dma_copy(values_sb, own_hbm, dge_mode=none)
-            return values_sb
-        new_hbm = self.new.value_hbm[nl.ds(heads.start, heads.size), :]
-        new_hbm = new_hbm.expand_dim(0).expand_dim(2)
-        nisa.dma_copy(values_sb[rows - 1 : rows, :, :, :], new_hbm, dge_mode=none)
-        if rows > 1:
-            rest = nl.ds(0, rows - 1)
-            nisa.dma_copy(values_sb[rest, :, :, :], own_hbm[rest, :, :, :], dge_mode=none)
+    def load(self, block: CacheBlock, heads: Span) -> NkiTensor:
+        """Values [rows, heads, tiles, head_dim] in SBUF; the new ones are not in the cache."""
+        shape = (block.rows, heads.size, block.tiles, self.new.head_dim)
+        values_sb = nl.ndarray(shape, dtype=self.values.dtype)
+        own = nl.ds(heads.start, heads.size)
+        if block.new:
+            own_hbm = self.new.values_hbm[:, own, :].expand_dim(2)
+        else:
+            own_hbm = self.values[own, nl.ds(block.start, block.size), :]
+            own_hbm = own_hbm.reshape_dim(1, (block.rows, block.tiles)).permute((1, 0, 2, 3))
+        nisa.dma_copy(values_sb, own_hbm, dge_mode=nisa.dge_mode.none)
         return values_sb
 
     def prepare(self, sums: Rescaling) -> None:
         """Choose each head's own columns: [partitions, keys x lanes] in `own_sb`."""
         new, scores = self.new, self.scores
-        P, n, g, lanes = scores.partitions, new.keys, new.group, new.lanes
+        P, n, g, lanes = scores.partitions, new.keys, new.each, new.lanes
         same_sb = sums.same_sb[0:P, :]
         self.own_sb = nl.ndarray((P, n * (lanes + g)), dtype=sums.dtype)
         nisa.memset(self.own_sb, 0.0, engine=nisa.gpsimd_engine)
@@ -182,7 +169,7 @@ class Mixture(nl.NKIObject):
         nisa.reciprocal(self.inverse_sb, total_psum)
 
     def store(self, out_hbm: NkiTensor, sums: Rescaling) -> None:
-        """out [heads, head_dim] = the sums of all groups / the sum of probabilities."""
+        """out [new, keys * group, head_dim] = the sums of all groups / the sum of probabilities."""
         new, P = self.new, self.scores.partitions
         d = new.head_dim
         out_psum = nl.ndarray((new.queries, d), nl.float32, buffer=nl.psum)
@@ -199,4 +186,5 @@ class Mixture(nl.NKIObject):
                 nisa.nc_matmul(out_psum, chosen, mixed_sb[:, i, :], accumulate=number > 0)
         out_sb = nl.ndarray((new.queries, d), dtype=out_hbm.dtype)
         nisa.tensor_scalar(out_sb, out_psum, nl.multiply, self.inverse_sb)
-        nisa.dma_copy(out_hbm, out_sb, dge_mode=nisa.dge_mode.none)
+        heads_hbm = out_hbm.reshape_dim(1, (new.keys, new.shape.group)).permute((1, 0, 2, 3))
+        nisa.dma_copy(heads_hbm, out_sb, dge_mode=nisa.dge_mode.none)

@@ -8,19 +8,26 @@ from neuronmm_ops.kernels.stages.tiling import Span, core_span, spans, tiles_in
 
 QUADRANT = 32
 """Partitions from a multiple of which an engine may begin."""
+MOST_NEW = 8
+"""New tokens of a sequence that decode takes together, to verify drafts."""
 
 
-def problem_of(batch: int, heads: int, kv_heads: int, head_dim: int, tokens: int) -> str:
+def problem_of(
+    batch: int, heads: int, kv_heads: int, head_dim: int, tokens: int, new: int = 1
+) -> str:
     """What is wrong with sizes of attention, in one line; empty where nothing is."""
     seen = f"batch {batch}, heads {heads}, kv_heads {kv_heads}, head_dim {head_dim}, T {tokens}"
-    if min(batch, heads, kv_heads, head_dim, tokens) < 1:
+    if min(batch, heads, kv_heads, head_dim, tokens, new) < 1:
         return f"sizes must be at least 1; got {seen}"
+    if new > min(MOST_NEW, tokens):
+        return f"at most {MOST_NEW} new tokens, and T, pass a cache together; got {new}, {seen}"
     if heads % kv_heads > 0:
         return f"heads must be a multiple of kv_heads; got {seen}"
     if head_dim % 2 > 0 or head_dim > PARTITIONS:
         return f"head_dim must be even and at most {PARTITIONS}; got {seen}"
-    if heads >= PARTITIONS * kv_heads:
-        return f"at most {PARTITIONS - 1} query heads share a key head; got {seen}"
+    if heads * new >= PARTITIONS * kv_heads:
+        most = f"at most {PARTITIONS - 1} query heads share a key head"
+        return f"{most}; got {seen}" if new == 1 else f"{most}, each new token's; got {new}, {seen}"
     return ""
 
 
@@ -32,17 +39,21 @@ class Shape(NKIObject):
         heads: query heads.
         kv_heads: key and value heads.
         head_dim: features of a head.
-        tokens: in the cache, T.
+        tokens: that the cache has room for, T.
+        new: tokens of each sequence that decode adds.
     """
 
-    def __init__(self, batch: int, heads: int, kv_heads: int, head_dim: int, tokens: int) -> None:
-        problem = problem_of(batch, heads, kv_heads, head_dim, tokens)
+    def __init__(
+        self, batch: int, heads: int, kv_heads: int, head_dim: int, tokens: int, new: int = 1
+    ) -> None:
+        problem = problem_of(batch, heads, kv_heads, head_dim, tokens, new)
         assert problem == "", problem
         self.batch = batch
         self.heads = heads
         self.kv_heads = kv_heads
         self.head_dim = head_dim
         self.tokens = tokens
+        self.new = new
         self.group = heads // kv_heads
         # key heads whose features lie one below the other on the partitions
         self.stacked = PARTITIONS // head_dim if head_dim % QUADRANT == 0 else 1
@@ -67,73 +78,53 @@ BLOCK_TILES = 16
 """Tiles of 128 tokens in a block of the cache."""
 
 
-def most_keys(group: int, stacked: int, head_dim: int) -> int:
-    """Key heads of a unit: its queries fill 32 partitions if they can, so that groups share T."""
-    fit = max(1, min(QUADRANT // group, UNIT_COLUMNS // head_dim))
+def most_keys(queries: int, stacked: int, head_dim: int) -> int:
+    """Key heads of a unit: its queries fill 32 partitions if they can, so that groups share T.
+
+    Args:
+        queries: of a key head, of all new tokens.
+        stacked: key heads whose features fill the partitions.
+        head_dim: features of a head.
+    """
+    fit = max(1, min(QUADRANT // queries, UNIT_COLUMNS // head_dim))
     return fit // stacked * stacked if fit > stacked else fit
 
 
-class Segment(NKIObject):
-    """Scores of a block that all of its first groups have.
-
-    Args:
-        groups: how many.
-        first: of the columns of a row.
-        count: of columns.
-    """
-
-    def __init__(self, groups: int, first: int, count: int) -> None:
-        self.groups = groups
-        self.first = first
-        self.count = count
-
-
 class CacheBlock(NKIObject):
-    """Tokens of the cache that are loaded together: rows x tiles, token p * tiles + i in tile i.
+    """Tokens whose keys are used together: rows x tiles, token p * tiles + i in tile i.
 
-    Tile i belongs to group i % groups of partitions, and is column i // groups of its rows.
+    Tile i belongs to group i % groups of partitions, and is column i // groups of its rows: score j
+    of a group is that of token start + j * groups + group.
 
     Args:
         start: first token.
         size: tokens, a multiple of 128 or less than that.
-        groups: of partitions that may share them.
-        last: the new token is the last one.
+        groups: of partitions that share them; divides the tiles.
+        new: these are the new tokens, which are not in the cache.
     """
 
-    def __init__(self, start: int, size: int, groups: int, last: bool) -> None:
+    def __init__(self, start: int, size: int, groups: int, new: bool) -> None:
         self.start = start
         self.size = size
         self.tiles = max(1, size // PARTITIONS)
         self.rows = size // self.tiles
-        self.groups = min(groups, self.tiles)
-        self.width = tiles_in(self.tiles, self.groups)
-        self.last = last
-
-    def groups_at(self, column: int) -> int:
-        """Groups that have so many columns and one more."""
-        return min(self.groups, self.tiles - column * self.groups)
-
-    def width_of(self, group: int) -> int:
-        """Columns of a group."""
-        return tiles_in(self.tiles - group, self.groups)
-
-    def segments(self) -> list[Segment]:
-        """All scores."""
-        full = self.tiles // self.groups
-        found: list[Segment] = [Segment(self.groups, 0, full)]
-        if full < self.width:
-            found.append(Segment(self.groups_at(full), full, 1))
-        return found
+        self.groups = groups
+        self.width = self.tiles // groups
+        self.new = new
 
 
-def cache_blocks(tokens: int, groups: int) -> list[CacheBlock]:
-    """Blocks of a cache; the tokens that fill no tile are the first to be loaded."""
+def cache_blocks(tokens: int, groups: int, new: int) -> list[CacheBlock]:
+    """The new tokens, those of a cache that fill no tile, and blocks that groups share."""
     whole = tokens // PARTITIONS * PARTITIONS
-    found: list[CacheBlock] = []
+    found: list[CacheBlock] = [CacheBlock(0, new, 1, True)]
     if whole < tokens:
-        found.append(CacheBlock(whole, tokens - whole, 1, True))
+        found.append(CacheBlock(whole, tokens - whole, 1, False))
     for s in spans(0, whole, BLOCK_TILES * PARTITIONS):
-        found.append(CacheBlock(s.start, s.size, groups, s.start + s.size == tokens))
+        shared = s.size // (groups * PARTITIONS) * groups * PARTITIONS
+        if shared > 0:
+            found.append(CacheBlock(s.start, shared, groups, False))
+        if shared < s.size:
+            found.append(CacheBlock(s.start + shared, s.size - shared, 1, False))
     return found
 
 
@@ -144,7 +135,7 @@ def decode_units(shape: Shape, core: int, cores: int) -> list[Unit]:
         keys = halves(shape.kv_heads, shape.stacked, core, cores)
     else:
         sequences = core_span(shape.batch, core, cores)
-    most = most_keys(shape.group, shape.stacked, shape.head_dim)
+    most = most_keys(shape.group * shape.new, shape.stacked, shape.head_dim)
     found: list[Unit] = []
     for b in range(sequences.start, sequences.start + sequences.size):
         for s in spans(keys.start, keys.size, most):

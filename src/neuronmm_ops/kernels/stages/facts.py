@@ -18,6 +18,7 @@ TABLE = tuple([
         machine.has("native_transposes"),
         machine.has("float8_e4m3fn"),
         machine.casting_mhz,
+        machine.has("range_select"),
     )
     for machine in MACHINES.values()
     if hasattr(nisa.nc_version, f"gen{machine.generation}")
@@ -37,6 +38,7 @@ class Facts(nl.NKIObject):
         self.native_transposes: bool = row[6]
         self.reads_e4m3fn: bool = row[7]
         self.casting_mhz: tuple[int, ...] = row[8]
+        self.range_select: bool = row[9]
 
 
 def facts() -> Facts:
