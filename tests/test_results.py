@@ -67,6 +67,13 @@ def test_the_blocks_of_pages_are_those_of_the_data(modules):
         assert ("measured" in line) != ("modelled" in line)
 
 
+def test_the_quality_is_of_one_measured_model(modules):
+    """No share of an earlier training, in no data set, stands beside it."""
+    lines = modules.readme.block("docs/").splitlines()
+    (quality,) = [line for line in lines if line.startswith("- **Quality**")]
+    assert len(re.findall(r"\d\.\d\dx", quality)) == 1
+
+
 def test_every_plot_is_there_and_shown(modules):
     drawn = set(modules.plots.plots())
     images = ROOT / "docs" / "images"

@@ -20,8 +20,6 @@ from neuronmm_ops.estimate.linears import Linear
 
 RATIO = 0.4
 """Of the checkpoint."""
-EARLIER_SHARE = 0.66
-"""Of SVD-LLM's excess in the data of 2026-11-22: threads make each training another model."""
 
 
 def configuration() -> list[str]:
@@ -48,8 +46,7 @@ def _quality() -> str:
     return (
         f"**Quality**: perplexity {own:.2f}, dense {dense:.2f}: **{share:.2f}x** the excess "
         f"log-perplexity of SVD-LLM with uniform ranks, with {removed:.1%} instead of "
-        f"{baseline['effective_ratio']:.1%} of the MLP parameters removed (*measured*; "
-        f"{EARLIER_SHARE:.2f}x after another training)"
+        f"{baseline['effective_ratio']:.1%} of the MLP parameters removed (*measured*)"
     )
 
 
