@@ -122,14 +122,14 @@ def test_a_compiled_tangent():
     torch.testing.assert_close(compiled(x), torch.ones_like(x) @ layer.u @ layer.v)
 
 
-@pytest.mark.parametrize(("is_differentiated", "most"), [(False, 3), (True, 20)])
+@pytest.mark.parametrize(("is_differentiated", "most"), [(False, 6), (True, 20)])
 def test_a_call_runs_few_functions_of_python(is_differentiated, most):
     x, u, v = (torch.randn(*s, requires_grad=is_differentiated) for s in ((1, 8), (8, 4), (4, 8)))
-    called: list[tuple[str, str]] = []
+    called: list[str] = []
 
     def told(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
-            called.append((frame.f_code.co_filename, frame.f_code.co_name))
+            called.append(frame.f_code.co_name)
 
     torch.ops.neuronmm.xuv(x, u, v)  # the first call builds what the others share
     sys.setprofile(told)
@@ -137,5 +137,4 @@ def test_a_call_runs_few_functions_of_python(is_differentiated, most):
         torch.ops.neuronmm.xuv(x, u, v)
     finally:
         sys.setprofile(None)
-    assert 1 <= len([name for file, name in called if "neuronmm_ops" in file]) <= most
-    assert "_signature_from_function" not in [name for _, name in called]
+    assert 1 <= len(called) <= most, called

@@ -5,7 +5,6 @@ as much. Derivatives come from plain torch ops, so that a training step under `t
 one graph.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.autograd import forward_ad
 
 from neuronmm_ops.ops.definitions import SPECS
 from neuronmm_ops.ops.products import rows
-from neuronmm_ops.ops.spec import FLOAT_DTYPES, Operand, OpSpec, Options, Results
+from neuronmm_ops.ops.spec import FLOAT_DTYPES, OpSpec, Options, Results
 from neuronmm_ops.storages import dequantized, size_of, storage_of
 
 LIBRARY = torch.library.Library("neuronmm", "FRAGMENT")
@@ -68,7 +67,15 @@ def _fake(spec: OpSpec) -> Callable[..., Results]:
 def derivatives_of(spec: OpSpec) -> Callable[..., Results]:
     """What runs a call of which derivatives may be wanted; it takes all arguments."""
     if spec.backward is not None:
-        return _function(spec).apply
+        function: Any = _function(spec)
+        # Past the apply that binds defaults, which only transforms need: all arguments are here.
+        base: Any = super(torch.autograd.Function, function)
+
+        def differentiate(*args: Any) -> Results:
+            is_transformed = torch._C._are_functorch_transforms_active()
+            return (function if is_transformed else base).apply(*args)
+
+        return differentiate
 
     def refuse(*args: Any) -> Results:
         raise NotImplementedError(
@@ -107,15 +114,12 @@ def _function(spec: OpSpec) -> type[torch.autograd.Function]:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 
-    # torch asks for it in each call, and else makes it anew
-    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensors, ctx.options = spec.split(inputs)
-        ctx.constants = [_is_constant(*pair) for pair in zip(spec.tensors, tensors, strict=True)]
+        scales = tensors[len(spec.operands) :]
         wanted = [tensor is not None and tensor.requires_grad for tensor in tensors]
-        _refuse_constants(spec, ctx.constants, wanted)
-        saved = [*[tensors[place] for place in kept], *tensors[len(spec.operands) :]]
+        _refuse_constants(spec, scales, wanted)
+        saved = [*[tensors[place] for place in kept], *scales]
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
         ctx.set_materialize_grads(False)
@@ -136,7 +140,7 @@ def _function(spec: OpSpec) -> type[torch.autograd.Function]:
     def jvp(ctx: Any, *tangents: Any) -> Results:
         """The gradients are linear in the result's: the tangent is the transpose of that map."""
         saved, needs = ctx.saved_tensors, [tangent is not None for tangent in tangents]
-        _refuse_constants(spec, ctx.constants, spec.split(tuple(needs))[0])
+        _refuse_constants(spec, saved[len(kept) :], spec.split(tuple(needs))[0])
 
         def wanted(*grads: Tensor) -> tuple[Tensor | None, ...]:
             found = gradients(saved, ctx.options, grads, needs)
@@ -171,21 +175,17 @@ def _function(spec: OpSpec) -> type[torch.autograd.Function]:
     return function
 
 
-def _refuse_constants(spec: OpSpec, constants: Sequence[bool], wanted: Sequence[bool]) -> None:
-    for operand, is_constant, is_wanted in zip(spec.tensors, constants, wanted, strict=True):
-        if is_constant and is_wanted:
+def _refuse_constants(spec: OpSpec, scales: Sequence[Any], wanted: Sequence[bool]) -> None:
+    """Refuse derivatives with respect to scales, and to the factors that have them."""
+    if not [scale for scale in scales if scale is not None]:
+        return
+    for operand, is_wanted in zip(spec.tensors, wanted, strict=True):
+        if is_wanted and operand.role in ("factor", "scale"):
             raise TypeError(
                 f"{spec.name}: one-byte factors and their scales have no gradient, got "
                 f"{operand.name} that requires one; use requires_grad_(False), and train "
                 "LoRA beside them or the factors before they are rounded"
             )
-
-
-def _is_constant(operand: Operand, tensor: Tensor | None) -> bool:
-    """Whether no gradient with respect to an operand exists."""
-    if tensor is None or operand.role != "factor":
-        return operand.role == "scale"
-    return storage_of(tensor.dtype) is not None
 
 
 def _gradients(spec: OpSpec) -> Callable[..., tuple[Tensor | None, ...]]:
