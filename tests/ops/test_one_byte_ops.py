@@ -113,14 +113,15 @@ class Made(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("storage", ["fp8", "int8"])
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize(
     ("dtype", "multiplied_in"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)]
 )
 def test_other_devices_widen_no_further_than_they_must(storage, dtype, multiplied_in):
-    x, scale = torch.empty(3, 64, dtype=dtype, device="meta"), torch.empty(48, device="meta")
-    w = torch.empty(64, 48, dtype=STORAGES[storage].torch_dtype, device="meta")
-    with Made(w.numel()) as made:
+    of_w, of_scale = STORAGES[storage].shapes(64, 48)
+    x, scale = torch.empty(3, 64, dtype=dtype, device="meta"), torch.empty(of_scale, device="meta")
+    w = torch.empty(of_w, dtype=STORAGES[storage].torch_dtype, device="meta")
+    with Made(64 * 48) as made:
         assert cpu_one_byte.scaled_mm(x, w, scale).dtype == dtype
     assert made.dtypes == {multiplied_in}
 
