@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from small import CONFIG
 from stored import config_of, edit_tensors
 from tiny import tiny_directory, tiny_tokenizer
+from transformers import AutoModelForCausalLM, ProphetNetConfig, XLNetConfig
 
 from neuronmm_ops import CheckpointError, NonFiniteError, SVDConfig, hf
 from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
@@ -227,6 +229,33 @@ def test_experts_that_are_merged_on_loading_are_refused(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path / "dense")
     with pytest.raises(ValueError, match="made of several stored tensors"):
         compress(tmp_path / "dense", tmp_path / "out", SVDConfig(block=8, targets="attention"))
+
+
+@pytest.mark.parametrize(
+    ("config", "targets", "states"),
+    [
+        (XLNetConfig(d_model=64, n_layer=2, n_head=4, vocab_size=260), ".*layer_1", [2, 1, 64]),
+        (
+            ProphetNetConfig(
+                hidden_size=64, num_decoder_layers=2, num_decoder_attention_heads=4, vocab_size=260
+            ),
+            ".*intermediate",
+            [1, 6, 64],
+        ),
+    ],
+    ids=["xlnet", "prophetnet"],
+)
+def test_layers_that_are_given_no_rows_of_tokens_are_refused(config, targets, states, tmp_path):
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
+    tiny_tokenizer().save_pretrained(tmp_path / "dense")
+    told = rf"gives its layers hidden states {re.escape(str(states))} for token ids \[1, 2\]"
+    with pytest.raises(ValueError, match=told):
+        compress(
+            tmp_path / "dense",
+            tmp_path / "out",
+            SVDConfig(ratio=0.3, block=8, targets=targets, method="kfac"),
+        )
+    assert names(tmp_path) == ["dense"]
 
 
 def test_force_replaces_only_at_the_end(dense, tmp_path, monkeypatch):

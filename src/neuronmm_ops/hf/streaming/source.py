@@ -103,7 +103,8 @@ class LayersOnDisk(LayerSource):
         """Read all of the checkpoint once, and open the work directory.
 
         Raises:
-            ValueError: a Linear is in no layer, or the work directory is another run's.
+            ValueError: a Linear is in no layer, layers are not given `[B, T, H]`, or the work
+                directory is another run's.
             NonFiniteError: a value is NaN or Inf in the dtype to compute in.
             OSError: the disk has too little room, or what is kept is damaged.
             BlockingIOError: another run works in the directory.
@@ -115,6 +116,8 @@ class LayersOnDisk(LayerSource):
         }
         self._batches = [batch for batch in task.batches if isinstance(batch, Tensor)]
         if not self._directory.exists():
+            if self._batches:
+                self._sweep.check_states()
             self._check_room(self._work_bytes() - task.bytes_saved())
         self._checkpoint.check_finite(self._dtype)
         self._work = self._context.enter_context(working_in(self._directory, self._run()))

@@ -54,6 +54,18 @@ class Sweep:
         self._ends = [name for name in around if name in ends]
         self._around = [name for name in around if name not in ends]
 
+    def check_states(self) -> None:
+        """Raise ValueError where layers are given other hidden states than `[B, T, H]`."""
+        B, T = 1, 2
+        with self.with_ends():
+            shape = self.embed(torch.zeros(B, T, dtype=torch.int64)).shape
+        if shape[:-1] != (B, T):
+            raise ValueError(
+                f"{type(self._model).__name__} gives its layers hidden states {list(shape)} for "
+                f"token ids [{B}, {T}], not [{B}, {T}, H], so that they cannot be run one by one; "
+                "compress it without --stream"
+            )
+
     def __len__(self) -> int:
         return len(self.stack)
 
