@@ -40,8 +40,8 @@ from neuronmm_ops.processes import locked
 
 SHARES: Mapping[Step, float] = {
     "profiled": 0.1,
-    "microkernels": 0.25,
-    "kernels": 0.4,
+    "microkernels": 0.35,
+    "kernels": 0.3,
     "layers": 0.15,
     "model": 0.1,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,7 +25,7 @@ class Case:
 
     Attributes:
         series: what is repeated.
-        count: how often; a launch's constant cost is in all counts of a series.
+        count: how often, or of `bursts` how long; a launch's constant cost is in all of a series.
         function: its name in `microkernels`.
         operands: shapes and dtypes of its tensors; any values will do, such as zeros.
         arguments: its compile-time arguments.
@@ -66,7 +66,7 @@ def cases(target: str) -> list[Case]:
         ValueError: there is no such target.
     """
     machine = resolve_target(target)
-    found = [*_loads(), *_matmuls(machine), *_chains()]
+    found = [*_loads(), *_matmuls(machine), *_chains(machine), *_bursts()]
     return [*found, *_two_cores()] if machine.has("paired_cores") else found
 
 
@@ -78,7 +78,7 @@ def _loads() -> list[Case]:
     found: list[Case] = []
     for row, counts in (
         *((256, (32, 256)), (512, (32, 256)), (1024, (32, 128)), (2048, (16, 64)), (4096, (8, 32))),
-        (16384, (2, 8)),
+        (16384, (2, 6, 8)),
     ):
         for count in counts:
             x = _tensor(count, 128, 1, row // 2)
@@ -95,7 +95,7 @@ def _loads() -> list[Case]:
     for count in (16, 64):
         each = (_tensor(count, 128, 128),) * 4
         found.append(Case("loads-in-turn", count, "loads_in_turn", each, {}, "dma-queues"))
-    for count in (4, 14, 16):
+    for count in (4, 12, 14, 16):
         x = _tensor(count, 4096, 128)
         found.append(Case("transposes", count, "transposed_loads", (x,), {}, "transposes"))
     return found
@@ -110,18 +110,19 @@ def _matmuls(machine: Machine) -> list[Case]:
         series: str, function: str, columns: int, count: int, decides: str, **others: int
     ) -> Case:
         operands = (_tensor(128, 128), _tensor(128, columns))
-        waits = ("tensor_result_ns", "psum_result_ns") if function == "matmuls_in_a_chain" else ()
-        given = {"count": count, **others}
-        return Case(series, count, function, operands, given, decides, 1, dict.fromkeys(waits, 1))
+        return Case(series, count, function, operands, {"count": count, **others}, decides)
 
     dense = [
         made(f"matmuls-{columns}", "matmuls", columns, count, "matmul-issue")
-        for columns, counts in ((64, (128, *range(2048, 4097, 256))), (512, (64, 1024)))
+        for columns, counts in ((64, (128, *range(2048, 4097, 128))), (512, (64, 1024)))
         for count in counts
     ]
     chains = [
         made(f"chain-{columns}", "matmuls_in_a_chain", columns, count, "throttling")
-        for columns, counts in ((64, (32, 640, 768, 896)), (512, (16, 256, 320, 384)))
+        for columns, counts in (
+            (64, (32, 48, *range(272, 353, 16))),
+            (256, (16, 32, *range(136, 217, 16))),
+        )
         for count in counts
     ]
     groups = [
@@ -131,45 +132,61 @@ def _matmuls(machine: Machine) -> list[Case]:
     return [*dense, *chains, *groups]
 
 
-def _chains() -> list[Case]:
+def _chains(machine: Machine) -> list[Case]:
     small, copied = _tensor(128, 64), _tensor(128, 64, dtype=float32)
-    found: list[Case] = []
-    for series, function, x, options, counts, waits in (
-        ("round-trips", "round_trips", small, {}, (8, 48, 64), ("round_trip_ns",)),
-        ("vector", "vector_chain", copied, {"through_psum": False}, _MANY, ("vector_result_ns",)),
+    trip = {"dma_start_ns": 2, "dma_done_ns": 2}
+    kinds: list[_Kind] = [
+        ("round-trips", "round-trips", "round_trips", small, {"by_hardware": False}, _TRIPS, trip),
+        ("overwrites", "round-trips", "overwrites", small, {}, _TRIPS, {"dma_start_ns": 1}),
+        ("vector", "vector", "vector_chain", copied, {"through_psum": False}, _MANY, {}),
+        ("psum", "vector", "vector_chain", copied, {"through_psum": True}, _MANY, {}),
+        ("gpsimd", "gpsimd", "gpsimd_chain", copied, {}, _MANY, {}),
+        ("scalar", "scalar", "scalar_chain", copied, {"with_tables": False}, _MANY, {}),
         (
-            "psum",
-            "vector_chain",
-            copied,
-            {"through_psum": True},
-            (32, 640, 768),
-            ("psum_result_ns",),
+            *("tables", "tables", "scalar_chain", copied, {"with_tables": True}),
+            *((16, 96, 112, 128), {"table_load_ns": 2}),
         ),
-        ("scalar", "scalar_chain", copied, {"with_tables": False}, _MANY, ("scalar_result_ns",)),
-        (
-            *("tables", "scalar_chain", copied, {"with_tables": True}, (16, 128)),
-            ("scalar_result_ns", "table_load_ns"),
-        ),
-    ):
-        for count in counts:
-            given = {"count": count, **options}
-            of = dict.fromkeys(waits, 2)
-            found.append(Case(series, count, function, (x,), given, series, 1, of))
-    return found
+    ]
+    if machine.has("hardware_dge"):
+        given, waits = {"by_hardware": True}, {**trip, "descriptors_ns": 2}
+        kind = "descriptors", "descriptors", "round_trips", small, given, _TRIPS[:8], waits
+        kinds.append(kind)
+    return [
+        Case(series, count, function, (x,), {"count": count, **given}, decides, 1, waits)
+        for series, decides, function, x, given, counts, waits in kinds
+        for count in counts
+    ]
+
+
+def _bursts() -> list[Case]:
+    operands = _tensor(128, 128), _tensor(128, _PAUSES[-1], dtype=float32)
+
+    def made(series: str, decides: str, length: int, **given: int) -> Case:
+        return Case(series, length, "bursts", operands, given, decides)
+
+    return [
+        *[made("use-64", "throttle", n, count=32, matmuls=n, columns=64) for n in _BURSTS],
+        *[made("use-160", "throttle", n, count=32, matmuls=n, columns=160) for n in _BURSTS],
+        *[made("pause", "pause", n, count=5, matmuls=52, columns=n) for n in _PAUSES],
+    ]
 
 
 def _two_cores() -> list[Case]:
     return [
         Case(series, count, series, (_tensor(128, 64),), {"count": count}, decides, 2, waits)
         for series, decides, waits, counts in (
-            ("exchanges", "core-exchange", {"exchange_ns": 1}, (8, 64, 80)),
+            ("exchanges", "core-exchange", {"exchange_ns": 1}, (8, 64, 72, 80)),
             ("barriers", "barriers", {"barrier_ns": 1}, _MANY),
         )
         for count in counts
     ]
 
 
-_MANY = (32, 640)
+_Kind = tuple[str, str, str, TensorSpec, Mapping[str, Any], Sequence[int], Mapping[str, int]]
+_MANY = (32, 512, 576, 640)
+_TRIPS = (8, *range(104, 193, 8))
+_PAUSES = tuple([round(64 * 1.09**n) for n in range(14, 43, 2)])
+_BURSTS = (4, 5, 6, 8, 10, 13, 17)
 
 
 @cache

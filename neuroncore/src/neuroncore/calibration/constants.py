@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
+from neuroncore.calibration.solve import Move, Values
+from neuroncore.core import KernelRun
 from neuroncore.hardware import (
     DMA_DONE_NS,
     DMA_START_NS,
+    HWDGE_NS,
     MIN_CYCLES,
     TABLE_LOAD_NS,
     Engine,
     Machine,
 )
+from neuroncore.timing.trace import InstructionTemplate, on_grid
+
+PSUM_RESULT = "psum_result_ns"
 
 
 @dataclass(frozen=True)
 class Clock:
-    """What times follow from: a machine, and by name the latencies that a trace has as numbers."""
+    """What times follow from: a machine, and by name the latencies that are no field of it."""
 
     machine: Machine
     waits: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -32,10 +40,34 @@ class Clock:
         scheduled = Clock(self.machine)
         return sum([n * (self.wait_ns(w) - scheduled.wait_ns(w)) for w, n in waits.items()])
 
+    def retimed(self, launch: KernelRun) -> KernelRun:
+        """A traced launch with the result latencies of this clock."""
 
-def _exchange_ns(clock: Clock) -> float:
-    late = max(0.0, clock.machine.meeting_ns - DMA_DONE_NS)  # cores meet while the bytes arrive
-    return clock.wait_ns("round_trip_ns") + late
+        @cache
+        def of(template: InstructionTemplate) -> InstructionTemplate:
+            if template.engine > Engine.GPSIMD:
+                return template
+            return replace(template, result_ns=on_grid(self._result_ns(template)))
+
+        changed = copy.copy(launch)
+        changed.cores = [copy.copy(core) for core in launch.cores]
+        for core in changed.cores:
+            records = [(of(template), *rest) for template, *rest in core.trace.records]
+            core.trace = replace(core.trace, records=records)
+        return changed
+
+    def _result_ns(self, template: InstructionTemplate) -> float:
+        engine, own = template.engine, self.machine.result_ns[template.engine]
+        if not template.on_psum or engine not in (Engine.VECTOR, Engine.SCALAR):
+            return own
+        clocks = self.machine.clocks_ghz
+        cycles = self.wait_ns(PSUM_RESULT) * clocks[Engine.VECTOR]
+        return max(own, cycles / clocks[engine])
+
+
+def _exchange_ns(clock: Clock) -> float:  # cores meet while the bytes arrive
+    late = max(clock.wait_ns("dma_done_ns"), clock.machine.meeting_ns)
+    return clock.wait_ns("dma_start_ns") + late
 
 
 def _barrier_ns(clock: Clock) -> float:
@@ -43,11 +75,10 @@ def _barrier_ns(clock: Clock) -> float:
 
 
 _WAITS: Mapping[str, Callable[[Clock], float]] = {
-    "round_trip_ns": lambda clock: DMA_START_NS + DMA_DONE_NS,
-    "vector_result_ns": lambda clock: clock.machine.result_ns[Engine.VECTOR],
-    "scalar_result_ns": lambda clock: clock.machine.result_ns[Engine.SCALAR],
-    "tensor_result_ns": lambda clock: clock.machine.result_ns[Engine.TENSOR],
-    "psum_result_ns": lambda clock: clock.machine.result_of(Engine.VECTOR, True),
+    "dma_start_ns": lambda clock: DMA_START_NS,
+    "dma_done_ns": lambda clock: DMA_DONE_NS,
+    "descriptors_ns": lambda clock: HWDGE_NS,
+    PSUM_RESULT: lambda clock: clock.machine.result_of(Engine.VECTOR, True),
     "table_load_ns": lambda clock: TABLE_LOAD_NS,
     "exchange_ns": _exchange_ns,
     "barrier_ns": _barrier_ns,
@@ -87,11 +118,15 @@ class Step:
         constants: fitted together.
         by_value: the two ends of the uncertainty are values of its constant, which is not fitted
             to compare them.
+        also: more `Case.decides` whose cases are about the constants.
+        moves: as of `solve.LeastSquares`.
     """
 
     decides: str
     constants: tuple[Constant, ...]
     by_value: bool = False
+    also: tuple[str, ...] = ()
+    moves: tuple[Move, ...] = ()
 
 
 def _wait(name: str, meaning: str, **options: Any) -> Constant:
@@ -117,20 +152,44 @@ def _of_dma(name: str, meaning: str, **options: Any) -> Constant:
     return Constant(name, meaning, lambda clock: getattr(clock.machine.dma, name), put, **options)
 
 
-def _throttle_rate() -> Constant:
+def _of_engine(name: str, meaning: str, engine: Engine) -> Constant:
+    def put(clock: Clock, value: float) -> Clock:
+        results = list(clock.machine.result_ns)
+        results[engine] = value
+        return replace(clock, machine=replace(clock.machine, result_ns=tuple(results)))
+
+    return Constant(name, meaning, lambda clock: clock.machine.result_ns[engine], put)
+
+
+def _of_throttle(
+    name: str, meaning: str, least: float, most: float, scale: float | None = None
+) -> Constant:
     def put(clock: Clock, value: float) -> Clock:
         assert clock.machine.throttle is not None
-        throttle = replace(clock.machine.throttle, rate=value)
+        throttle = replace(clock.machine.throttle, **{name: value})
         return replace(clock, machine=replace(clock.machine, throttle=throttle))
 
-    def get(clock: Clock) -> float:
-        return clock.machine.throttle.rate if clock.machine.throttle else 1.0
-
     return Constant(
-        *("throttle_rate", "of TensorE's full rate where it was used little", get, put, 0.2, 0.8),
-        scale=1.0,
+        *(f"throttle_{name}", meaning, lambda clock: getattr(clock.machine.throttle, name), put),
+        *(least, most, scale),
         of=lambda machine: machine.throttle is not None,
     )
+
+
+_RATE = _of_throttle("rate", "of TensorE's full rate where it was used little", 0.2, 0.8, scale=1.0)
+
+_TENSOR = _of_engine("tensor_result_ns", "the same of TensorE", Engine.TENSOR)
+_WINDOW = _of_throttle("window_ns", "that time", 0.4, 2.5)
+
+
+def _another_window(values: Values, ratio: float) -> Values:
+    return values * (1.0, ratio, 1.0, 1.0)
+
+
+def _another_use(values: Values, ratio: float) -> Values:
+    """Another use, at which the same pause between uses is the shortest that slows the next."""
+    use = values[0]
+    return values * (ratio, (1 - use) / (1 - ratio * use), 1.0, 1.0)
 
 
 def _paired(machine: Machine) -> bool:
@@ -165,18 +224,53 @@ STEPS = (
     ),
     Step("dma-queues", ()),
     Step("transposes", (_of_dma("transpose_share", "of the DMA rate, in a transpose"),)),
-    Step("round-trips", (_wait("round_trip_ns", "of a DMA beyond its bytes"),)),
-    Step("vector", (_wait("vector_result_ns", "from VectorE's end until its result is used"),)),
-    Step("psum", (_wait("psum_result_ns", "the same where it reads or writes PSUM"),)),
-    Step("scalar", (_wait("scalar_result_ns", "the same of ScalarE"),)),
+    Step(
+        "vector",
+        (
+            _of_engine(
+                *("vector_result_ns", "from VectorE's end until its result is used", Engine.VECTOR)
+            ),
+            _wait(PSUM_RESULT, "the same where it reads or writes PSUM"),
+        ),
+    ),
+    Step(
+        "round-trips",
+        (
+            _wait("dma_start_ns", "from what lets a DMA go to its first byte"),
+            _wait("dma_done_ns", "from its last byte until an engine uses what it wrote"),
+        ),
+    ),
+    Step(
+        "descriptors",
+        (
+            _wait(
+                *("descriptors_ns", "of a DMA's descriptors, made by the hardware"),
+                of=lambda machine: machine.has("hardware_dge"),
+            ),
+        ),
+    ),
+    Step("scalar", (_of_engine("scalar_result_ns", "the same of ScalarE", Engine.SCALAR),)),
+    Step("gpsimd", (_of_engine("gpsimd_result_ns", "the same of GpSimdE", Engine.GPSIMD),)),
     Step("tables", (_wait("table_load_ns", "of a table of ScalarE's"),)),
-    Step("throttling", (_wait("tensor_result_ns", "the same of TensorE"), _throttle_rate())),
+    Step("throttling", (_TENSOR, _RATE)),
+    Step("pause", (_WINDOW,), moves=(lambda values, ratio: values * ratio,)),
+    Step(
+        "throttle",
+        (
+            _of_throttle("use", "of the time, below which it is little", 0.2, 0.9, scale=1.0),
+            _WINDOW,
+            _RATE,
+            _TENSOR,
+        ),
+        also=("throttling", "pause"),
+        moves=(_another_use, _another_window),
+    ),
     Step("column-groups", ()),
     Step(
         "core-exchange",
         (_wait("exchange_ns", "of an exchange of two cores, beyond its bytes", of=_paired),),
         by_value=True,
     ),
-    Step("barriers", (_wait("barrier_ns", "of a barrier of two cores", of=_paired),)),
+    Step("barriers", (_wait("barrier_ns", "of a barrier of two cores", most=50.0, of=_paired),)),
 )
 """In the order in which they are taken."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from neuroncore.calibration.cases import Case, cases
-from neuroncore.calibration.constants import STEPS, Clock, Step
+from neuroncore.calibration.constants import PSUM_RESULT, STEPS, Clock, Step
 from neuroncore.calibration.measurements import Measurements
+from neuroncore.calibration.solve import Estimate, LeastSquares, rms, solve
+from neuroncore.core import KernelRun
 from neuroncore.hardware import Machine, resolve_target
 from neuroncore.kernel import simulate
 from neuroncore.profile.profile import Profile
@@ -27,20 +30,26 @@ DECIDED = 2.0
 """An end is decided for where the error of the other is so many times its own, or more,"""
 FITS = 0.1
 """and its own is not above this."""
-NOISE = 0.01
-"""Of a time, at least: standard errors are no less than it makes them."""
-_TRIES, _DIFFERENCE, _SETTLED, _NO_EFFECT = 20, 1e-3, 1e-5, 1e-4
 
 
 @dataclass(frozen=True)
 class FittedConstant:
-    """One constant; `after` and `plus_minus`, a standard error, are None where no time says it."""
+    """One constant.
+
+    Attributes:
+        name: with its unit.
+        meaning: for people.
+        before: what the clock has.
+        after, plus_minus: by the times, and its standard error; None where they do not decide it.
+        reason: why it is not decided, such as the constant that times do not tell it from.
+    """
 
     name: str
     meaning: str
     before: float
     after: float | None
     plus_minus: float | None
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,7 @@ def calibrate(measurements: Measurements, path: Path) -> Calibration:
     times = _Times(measurements, path)
     machine = resolve_target(measurements.target)
     known = {each.name: each for each in UNCERTAINTIES}
-    clock, constants = Clock(machine), list[FittedConstant]()
+    clock, constants = Clock(machine), dict[str, FittedConstant]()
     verdicts: dict[str, Verdict] = {}
     for step in STEPS:
         start = clock
@@ -111,8 +120,10 @@ def calibrate(measurements: Measurements, path: Path) -> Calibration:
             if verdict.decided == "otherwise":
                 start = Clock(other, clock.waits)
         before = clock if step.by_value else start
-        clock, errors = _fit(times, step, start)
-        constants += _fitted(step, before, clock, errors)
+        clock, estimates = _fit(times, step, start)
+        for each in _fitted(times, step, before, clock, estimates):
+            first = constants.setdefault(each.name, each)
+            constants[each.name] = replace(each, before=first.before)
     for each in UNCERTAINTIES:
         if each.name not in verdicts and each.other(machine) != machine:
             reason = _WHY_NOT.get(each.name, "no case is about it")
@@ -124,7 +135,8 @@ def calibrate(measurements: Measurements, path: Path) -> Calibration:
     found = [verdicts[each.name] for each in UNCERTAINTIES if each.name in verdicts]
     versions = dict(measurements.versions)
     launch_us = round(times.launch_us(clock), 3)
-    return Calibration(measurements.target, versions, launch_us, constants, found, slopes)
+    fitted = [*constants.values()]
+    return Calibration(measurements.target, versions, launch_us, fitted, found, slopes)
 
 
 _WHY_NOT = {"hbm": "one core's kernel cannot tell: all cores of the chip must be busy"}
@@ -157,15 +169,21 @@ class _Times:
             )
         self.target = measurements.target
         self._profiles: dict[str, Profile] = {}
-        self._modelled: dict[tuple[str, Machine], float] = {}
+        self._retimed: dict[str, tuple[Any, KernelRun]] = {}
+        self._modelled: dict[tuple[str, Machine, float], float] = {}
 
     def of(self, step: Step) -> list[str]:
         """The series that a step is about."""
-        return [name for name, some in self.series.items() if some[0][0].decides == step.decides]
+        about = step.decides, *step.also
+        return [name for name, some in self.series.items() if some[0][0].decides in about]
+
+    def why_none(self, step: Step) -> str:
+        """Why a step has no series."""
+        return "; ".join(self.missing[step.decides]) or "no case was measured"
 
     def _us(self, case: Case, clock: Clock) -> float:
         """The modelled time; a launch is traced once and scheduled on each machine."""
-        key = case.name, clock.machine
+        key = case.name, clock.machine, clock.wait_ns(PSUM_RESULT)
         if key not in self._modelled:
             profile = self._profiles.get(case.name)
             if profile is None:
@@ -177,7 +195,11 @@ class _Times:
                     mode="trace",
                 )
                 profile = self._profiles[case.name] = run.profile
-            again = schedule(profile.launch, "calibrated", clock.machine)
+            latencies = clock.machine.result_ns, clock.wait_ns(PSUM_RESULT)
+            if self._retimed.get(case.name, (None,))[0] != latencies:
+                self._retimed[case.name] = latencies, clock.retimed(profile.launch)
+            launch = self._retimed[case.name][1]
+            again = schedule(launch, "calibrated", clock.machine)
             self._modelled[key] = again.time_ns / 1e3
         return self._modelled[key] + case.count * clock.beyond_ns(case.waits) / 1e3
 
@@ -216,12 +238,11 @@ def _decide(
     """Compare the two ends, each with its constants fitted unless they are what differs."""
     series = times.of(step)
     if not series:
-        missing = times.missing[step.decides]
-        return _verdict(uncertainty, None, None, "; ".join(missing) or "no case was measured")
+        return _verdict(uncertainty, None, None, times.why_none(step))
     ends = [clock, Clock(other, clock.waits)]
     if not step.by_value:
         ends = [_fit(times, step, end)[0] for end in ends]
-    one, two = [_rms(times.errors(series, end)) for end in ends]
+    one, two = [rms(times.errors(series, end)) for end in ends]
     best, worst = sorted((one, two))
     if math.isclose(one, two, rel_tol=1e-3, abs_tol=1e-6):
         return _verdict(uncertainty, one, two, "the times of both ends are the same here")
@@ -242,17 +263,13 @@ def _verdict(
     return Verdict(uncertainty.name, *ends, decided, one, two, reason)
 
 
-def _fit(times: _Times, step: Step, clock: Clock) -> tuple[Clock, dict[str, float]]:
-    """A step's constants by Gauss and Newton's method, within their bounds.
-
-    Returns the clock with them, and the standard errors of those that the times depend on.
-    """
+def _fit(times: _Times, step: Step, clock: Clock) -> tuple[Clock, dict[str, Estimate]]:
+    """The clock with a step's constants of least error, and what the times say of each."""
     series = times.of(step)
     constants = [each for each in step.constants if each.of(clock.machine)]
     if not series or not constants:
         return clock, {}
     scales = [each.scale or each.get(clock) for each in constants]
-    low, high = np.array([(each.least, each.most) for each in constants]).T
 
     def at(values: np.ndarray) -> Clock:
         made = clock
@@ -260,50 +277,36 @@ def _fit(times: _Times, step: Step, clock: Clock) -> tuple[Clock, dict[str, floa
             made = each.put(made, float(value * scale))
         return made
 
-    def errors(values: np.ndarray) -> np.ndarray:
-        return times.errors(series, at(values))
-
-    def jacobian(values: np.ndarray) -> np.ndarray:
-        ahead = _DIFFERENCE * np.eye(len(values))  # to both sides: some times have kinks
-        both = [errors(values + some) - errors(values - some) for some in ahead]
-        return np.stack(both, 1) / (2 * _DIFFERENCE)
-
-    values = np.array([each.get(clock) for each in constants]) / scales
-    now = errors(values)
-    for _ in range(_TRIES):
-        step_by = np.linalg.lstsq(jacobian(values), -now, rcond=1e-6)[0]
-        tried = [np.clip(values + share * step_by, low, high) for share in 0.5 ** np.arange(8)]
-        found = next((some for some in tried if _rms(errors(some)) < _rms(now)), None)
-        if found is None:
-            break
-        before, values, now = _rms(now), found, errors(found)
-        if _rms(now) > (1 - _SETTLED) * before:
-            break
-    by = jacobian(values)
-    free = max(1, len(now) - len(series) - len(constants))
-    spread = max(NOISE, _rms(now) * math.sqrt(len(now) / free))
-    inverse = np.sqrt(np.diag(np.linalg.pinv(by.T @ by)))
-    return at(values), {
-        each.name: float(spread * scale * root)
-        for each, scale, root, column in zip(constants, scales, inverse, by.T, strict=True)
-        if _rms(column) > _NO_EFFECT
+    count = sum([len(times.series[name]) for name in series])
+    problem = LeastSquares(
+        [each.name for each in constants],
+        lambda values: times.errors(series, at(values)),
+        *np.array([(each.least, each.most) for each in constants]).T,
+        free=count - len(series) - len(constants),
+        moves=step.moves if len(constants) == len(step.constants) else (),
+    )
+    start = np.array([each.get(clock) for each in constants]) / scales
+    found = solve(problem, start)
+    estimates = {
+        each.name: replace(some, plus_minus=some.plus_minus * scale)
+        for each, some, scale in zip(constants, found, scales, strict=True)
     }
+    return at(np.array([each.value for each in found])), estimates
 
 
 def _fitted(
-    step: Step, before: Clock, clock: Clock, errors: dict[str, float]
+    times: _Times, step: Step, before: Clock, clock: Clock, estimates: dict[str, Estimate]
 ) -> list[FittedConstant]:
     """A step's constants as they are reported."""
-    return [
-        FittedConstant(
-            *(each.name, each.meaning, each.get(before)),
-            each.get(clock) if each.name in errors else None,
-            errors.get(each.name),
-        )
-        for each in step.constants
-        if each.of(clock.machine)
-    ]
-
-
-def _rms(values: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(values**2)))
+    found: list[FittedConstant] = []
+    for each in step.constants:
+        if not each.of(clock.machine):
+            continue
+        estimate = estimates.get(each.name)
+        reason = estimate.reason if estimate else times.why_none(step)
+        after = plus_minus = None
+        if estimate and not reason:
+            after, plus_minus = each.get(clock), estimate.plus_minus
+        start = each.name, each.meaning, each.get(before)
+        found.append(FittedConstant(*start, after, plus_minus, reason))
+    return found

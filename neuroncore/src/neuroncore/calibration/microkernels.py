@@ -55,14 +55,32 @@ def transposed_loads(x: NkiTensor) -> NkiTensor:
 
 
 @jit
-def round_trips(x: NkiTensor, count: int) -> NkiTensor:
-    """x [128, N]: stored and loaded again `count` times, each after the one before."""
+def round_trips(x: NkiTensor, count: int, by_hardware: bool) -> NkiTensor:
+    """x [128, N]: stored and loaded again `count` times, each after the one before.
+
+    The descriptors of the DMAs are made by the hardware, or before the kernel runs.
+    """
+    mode = nisa.dge_mode.hwdge if by_hardware else nisa.dge_mode.none
     tile_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
     out_hbm = nl.ndarray((count, x.shape[0], x.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
     nisa.dma_copy(dst=tile_sb, src=x)
     for i in range(count):
+        nisa.dma_copy(dst=out_hbm[i, :, :], src=tile_sb, dge_mode=mode)
+        nisa.dma_copy(dst=tile_sb, src=out_hbm[i, :, :], dge_mode=mode)
+    return out_hbm
+
+
+@jit
+def overwrites(x: NkiTensor, count: int) -> NkiTensor:
+    """x [128, N]: doubled `count` times, each time when it has been stored; no load waits."""
+    tile_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    out_hbm = nl.ndarray((count, x.shape[0], x.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=tile_sb, src=x)
+    for i in range(count):
+        nisa.tensor_tensor(
+            dst=tile_sb, data1=tile_sb, data2=tile_sb, op=nl.add, engine=nisa.vector_engine
+        )
         nisa.dma_copy(dst=out_hbm[i, :, :], src=tile_sb)
-        nisa.dma_copy(dst=tile_sb, src=out_hbm[i, :, :])
     return out_hbm
 
 
@@ -128,6 +146,32 @@ def matmuls_in_a_chain(x: NkiTensor, y: NkiTensor, count: int) -> NkiTensor:
 
 
 @jit
+def bursts(x: NkiTensor, y: NkiTensor, count: int, matmuls: int, columns: int) -> NkiTensor:
+    """x [128, 128], y [128, N] fp32: `count` bursts of so many x.T @ y; VectorE works between them.
+
+    It copies a burst's result out of PSUM, then `columns` <= N columns, which the next burst reads.
+    """
+    (P, M), N = x.shape, y.shape[1]
+    x_sb = nl.ndarray((P, M), dtype=x.dtype, buffer=nl.sbuf)
+    y_sb = nl.ndarray((P, N), dtype=y.dtype, buffer=nl.sbuf)
+    moving_sb = nl.ndarray((P, N), dtype=x.dtype, buffer=nl.sbuf)
+    y_psum = nl.ndarray((M, M), dtype=nl.float32, buffer=nl.psum)
+    out_hbm = nl.ndarray((M, M), dtype=y.dtype, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=x_sb, src=x)
+    nisa.dma_copy(dst=y_sb, src=y)
+    nisa.tensor_copy(dst=moving_sb, src=y_sb, engine=nisa.vector_engine)
+    for _i in range(count):
+        for k in range(matmuls):
+            nisa.nc_matmul(dst=y_psum, stationary=x_sb, moving=moving_sb[:, 0:M], accumulate=k > 0)
+        nisa.tensor_copy(dst=y_sb[:, 0:M], src=y_psum, engine=nisa.vector_engine)
+        nisa.tensor_copy(
+            dst=moving_sb[:, 0:columns], src=y_sb[:, 0:columns], engine=nisa.vector_engine
+        )
+    nisa.dma_copy(dst=out_hbm, src=y_sb[:, 0:M])
+    return out_hbm
+
+
+@jit
 def vector_chain(x: NkiTensor, count: int, through_psum: bool) -> NkiTensor:
     """x [128, N] fp32: VectorE halves it `2 * count` times, each time into the other tile."""
     other = nl.psum if through_psum else nl.sbuf
@@ -141,6 +185,24 @@ def vector_chain(x: NkiTensor, count: int, through_psum: bool) -> NkiTensor:
         )
         nisa.tensor_scalar(
             dst=x_sb, data=half, op0=nl.multiply, operand0=0.5, engine=nisa.vector_engine
+        )
+    nisa.dma_copy(dst=out_hbm, src=x_sb)
+    return out_hbm
+
+
+@jit
+def gpsimd_chain(x: NkiTensor, count: int) -> NkiTensor:
+    """x [128, N] fp32: GpSimdE squares it `2 * count` times, each time into the other tile."""
+    x_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    other_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    out_hbm = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=x_sb, src=x)
+    for _i in range(count):
+        nisa.tensor_tensor(
+            dst=other_sb, data1=x_sb, data2=x_sb, op=nl.multiply, engine=nisa.gpsimd_engine
+        )
+        nisa.tensor_tensor(
+            dst=x_sb, data1=other_sb, data2=other_sb, op=nl.multiply, engine=nisa.gpsimd_engine
         )
     nisa.dma_copy(dst=out_hbm, src=x_sb)
     return out_hbm

@@ -49,7 +49,7 @@ def _show(document: dict[str, Any]) -> None:
         ["constant", "before", "after", "+-", "of what"],
         [
             [c["name"], *[_number(c[key]) for key in ("before", "after", "plus_minus")],
-             c["meaning"] if c["after"] is not None else "no time says it"]
+             c["meaning"] + (f"; not decided: {c['reason']}" if c["reason"] else "")]
             for c in document["constants"]
         ],
         left=("constant", "of what"),
