@@ -23,6 +23,11 @@ def add(commands: Any) -> None:
     )
     add_command(commands, "paper", _paper, _show_paper, description)
 
+    description = (
+        "a decoder layer of one token in one launch beside separate ones; time is modelled"
+    )
+    add_command(commands, "layer", _layer, _show_layer, description)
+
     description = "our NKI kernels compared with NeuronMM's on the simulated core; time is modelled"
     example = "--model Llama-3.2-1B --tokens 1 --target trn2"
     command = add_command(
@@ -96,6 +101,38 @@ def _published_cells(row: dict[str, Any]) -> list[str]:
 def _number(value: float | None, unit: int = 1, spec: str = ".4g") -> str:
     """A number in a unit; nothing for None."""
     return "" if value is None else format(value / unit, spec)
+
+
+def _layer(options: argparse.Namespace) -> list[dict[str, Any]]:
+    from benchmarks import layer
+
+    with progress_bars() as progress:
+        return layer.run(progress)
+
+
+def _show_layer(rows: list[dict[str, Any]]) -> None:
+    def cell(row: dict[str, Any], name: str) -> str:
+        low, high = row[f"{name}_range_ms"]
+        return f"{1e3 * row[f'{name}_ms']:.1f} ({1e3 * low:.0f}-{1e3 * high:.0f})"
+
+    cells = [
+        [
+            row["model"],
+            row["stored"] or "bfloat16",
+            str(row["ratio"]),
+            str(row["lnc"]),
+            cell(row, "separate"),
+            cell(row, "one"),
+            f"{1e3 * row['bound_ms']:.1f}",
+        ]
+        for row in rows
+    ]
+    columns = ["model", "weights", "ratio", "lnc", "separate", "one launch", "bytes"]
+    show_table(columns, cells, left=["model", "weights"])
+    stdout.print(
+        f"Modelled us of a layer on {rows[0]['target']}, {rows[0]['tokens']} tokens of cache: "
+        "separate launches, all in one, and all bytes at the DMA peak. Ratio 0 is dense."
+    )
 
 
 def _paper(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -132,13 +132,28 @@ def attention_decode(
     check_operands(shape, qkv, cos, v_cache, positions)
     assert is_none(q_weight) == is_none(k_weight), "give both weights of norms, or none"
     out_hbm = nl.ndarray((B * M, shape.heads * d), dtype=qkv.dtype, buffer=nl.shared_hbm)
-    units = decode_units(shape, nl.program_id(0), nl.num_programs(0))
     norms: list[HeadNorm] = []
     if not is_none(q_weight) and not is_none(k_weight):
         norms.append(HeadNorm(q_weight, k_weight, shape.heads, eps))
     rotation = Rotation(cos, sin, min(PARTITIONS, shape.heads + kv), norms)
     load_table()
-    all_positions = Positions(positions)
+    attend(out_hbm, qkv, k_cache, v_cache, Positions(positions), shape, rotation, window)
+    return out_hbm, k_cache, v_cache
+
+
+def attend(
+    out_hbm: NkiTensor,
+    qkv: NkiTensor,
+    k_cache: NkiTensor,
+    v_cache: NkiTensor,
+    positions: Positions,
+    shape: Shape,
+    rotation: Rotation,
+    window: int,
+) -> None:
+    """This core's columns of the output, or its sequences; the other arguments as those above."""
+    T, M = shape.tokens, shape.new
+    units = decode_units(shape, nl.program_id(0), nl.num_programs(0))
     lanes: list[Lanes] = []
     joins: list[Rescaling] = []
     made: list[NewTokens] = []
@@ -150,7 +165,7 @@ def attention_decode(
             made.extend(new_tokens(qkv, shape, units, u, rotation))
             if u == 0:
                 lanes.append(Lanes(shape, made[0].lanes))
-            visible = Visible(lanes[0], all_positions, sequence, window)
+            visible = Visible(lanes[0], positions, sequence, window)
             for _ in range(len(made) - u):
                 seen.append(visible)
         if u < len(units):
@@ -168,7 +183,6 @@ def attention_decode(
             mix(out_hbm, scored[u - 1], caches, joins[0])
     for u in range(len(units)):
         Caches(k_cache, v_cache, units[u]).store(made[u], seen[u])
-    return out_hbm, k_cache, v_cache
 
 
 def mix(out_hbm: NkiTensor, scores: Scores, caches: Caches, sums: Rescaling) -> None:

@@ -7,6 +7,7 @@ from neuronmm_ops.kernels.mlp.prefill import check_matrices
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
 from neuronmm_ops.kernels.stages.decode import own, write_block
+from neuronmm_ops.kernels.stages.linears import LinearKnobs, MlpKnobs
 from neuronmm_ops.kernels.stages.stationary import Turned, turned, write_turned
 from neuronmm_ops.kernels.stages.tiling import (
     PARTITIONS,
@@ -16,7 +17,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     spans,
     turned_tiles,
 )
-from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for, rows_of
+from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for
 from neuronmm_ops.kernels.svd_mlp.decode import gated, gated_turned
 from neuronmm_ops.kernels.svd_mlp.prefill import load_table
 
@@ -85,7 +86,6 @@ def mlp_decode(
         out = h . w_down
     """
     M, K = x.shape
-    I = rows_of(w_down)  # noqa: E741 - the shape letter
     assert M <= PARTITIONS, f"at most {PARTITIONS} tokens, got {M}; use mlp"
     check_matrices(x, x_up, [w_gate, w_up, w_down])
     out_hbm = nl.ndarray((M, w_down.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
@@ -99,29 +99,49 @@ def mlp_decode(
     lanes = 0 if stationary else lanes_for(weights, M)
     group = weights[0].group
     x_chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype, None, lanes, group)
-    sides = [x_chunks, x_chunks]
+    sides = [x_chunks]
     if not is_none(x_up):
         up_part = Span(0, x_up.shape[1])
-        sides[1] = chunks_of(x_up, up_part, 0, k_chunk, x.dtype, None, lanes, group)
-    blocks = output_blocks(own(w_down.shape[1]), block, last_block)
-    if stationary:
-        x_turned = turned(sides[0])
-        both = [x_turned, x_turned if is_none(x_up) else turned(sides[1])]
-        h = hidden_turned(both, weights, inner_block, M, activation, tile_bytes)
-        write_turned(out_hbm, h, weights[2], None, blocks, tile_bytes)
-        return out_hbm
+        sides.append(chunks_of(x_up, up_part, 0, k_chunk, x.dtype, None, lanes, group))
+    linear = LinearKnobs(0, False, block, last_block, tile_bytes, stationary)
+    knobs = MlpKnobs(linear, activation, inner_block, k_chunk, spill)
+    write_dense_mlp(out_hbm, sides, weights, knobs)
+    return out_hbm
+
+
+def write_dense_mlp(
+    out_hbm: NkiTensor, sides: list[list[KChunk]], weights: list[DecodeWeight], knobs: MlpKnobs
+) -> None:
+    """out = down(act(gate(x)) * up(x_up)); both cores have columns of I, then of the result.
+
+    Args:
+        out_hbm: [M, N].
+        sides: x and x_up, all of both; x alone where they are the same.
+        weights: of gate, up and down.
+        knobs: of all products.
+    """
+    M, linear, activation = out_hbm.shape[0], knobs.linear, knobs.activation
+    I, dtype, group = weights[2].rows, weights[0].dtype, weights[0].group  # noqa: E741
+    blocks = output_blocks(own(weights[2].hbm.shape[1]), linear.block, linear.last_block)
+    if linear.stationary:
+        both: list[list[Turned]] = [turned(sides[0])]
+        both.append(both[0] if len(sides) == 1 else turned(sides[1]))
+        h = hidden_turned(both, weights, knobs.inner_block, M, activation, linear.tile_bytes)
+        write_turned(out_hbm, h, weights[2], None, blocks, linear.tile_bytes)
+        return
     two = nl.num_programs(0) > 1
     up_scale = weights[1].scale
-    h_dtype = x.dtype if is_none(up_scale) else nl.float32
+    h_dtype = dtype if is_none(up_scale) else nl.float32
     h_hbm: list[NkiTensor] = []
     if two:
         h_hbm.append(nl.ndarray((M, I), dtype=h_dtype, buffer=nl.shared_hbm))
-    elif spill:
+    elif knobs.spill:
         h_hbm.append(nl.ndarray((M, I), dtype=h_dtype, buffer=nl.private_hbm))
     h_chunks: list[KChunk] = []
     inner = own(I, group)
-    for columns in spans(inner.start, inner.size, inner_block):
-        up, h_sb = gated(sides, weights, columns, M, activation, tile_bytes)
+    for columns in spans(inner.start, inner.size, knobs.inner_block):
+        both_chunks = [sides[0], sides[len(sides) - 1]]
+        up, h_sb = gated(both_chunks, weights, columns, M, activation, linear.tile_bytes)
         if len(h_hbm) > 0:
             up.store(h_hbm[0], 0, h_sb)
         if two or len(h_hbm) == 0:
@@ -130,11 +150,12 @@ def mlp_decode(
         nisa.core_barrier(h_hbm[0], (0, 1))
     if len(h_hbm) > 0:
         part = core_span(I, 1 - nl.program_id(0), 2, group) if two else Span(0, I)
-        h_chunks.extend(chunks_of(h_hbm[0], part, 0, k_chunk, x.dtype, up_scale, lanes, group))
+        lanes, width = lanes_for(weights, M), knobs.k_chunk
+        h_chunks.extend(chunks_of(h_hbm[0], part, 0, width, dtype, up_scale, lanes, group))
     for i in range(len(blocks)):
         first, last = i == 0, i + 1 == len(blocks)
+        tile_bytes = linear.tile_bytes
         write_block(out_hbm, h_chunks, weights[2], None, blocks[i], tile_bytes, first, last)
-    return out_hbm
 
 
 def hidden_turned(

@@ -146,6 +146,7 @@ class KChunk(nl.NKIObject):
         self.parts = chunk_parts(self.size, scaled_rows)
         # [rows, tiles, lanes] of each part
         self.transposed_sb: list[NkiTensor] = []
+        self.made_transposed = False
 
     def transpose(self) -> None:
         """Fill `transposed_sb`, unless that is done."""
@@ -207,6 +208,8 @@ class KChunk(nl.NKIObject):
 
     def again(self) -> KChunk:
         """The same activations, not transposed: SBUF of their transposes can be freed."""
+        if self.made_transposed:
+            return self
         return KChunk(
             self.start,
             self.source,

@@ -6,6 +6,7 @@ from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
 from neuronmm_ops.kernels.stages.decode import contract, own, project, write_block
+from neuronmm_ops.kernels.stages.linears import LinearKnobs, MlpKnobs
 from neuronmm_ops.kernels.stages.stationary import (
     Turned,
     TurnedSums,
@@ -121,38 +122,72 @@ def svd_mlp_decode(
         vs.append(DecodeWeight(tensors[2 * n + 1], x.dtype, scales[2 * n + 1], dma_cast))
     check_one_dtype([us[0], vs[0], us[1], vs[1], us[2], vs[2]])
     lanes = 0 if stationary else lanes_for(us, M)
-    group, up_scale = us[0].group, vs[1].scale
+    group = us[0].group
     x_chunks = chunks_of(x, own(K, group), 0, k_chunk, x.dtype, None, lanes, group)
-    inner = own(v_gate.shape[1], group)
-    blocks = output_blocks(own(v_down.shape[1]), block, last_block)
-    if stationary:
+    linear = LinearKnobs(rank_block, fuse_gate_up, block, last_block, tile_bytes, stationary)
+    knobs = MlpKnobs(linear, activation, inner_block, k_chunk, spill)
+    write_gated(out_hbm, x_chunks, us, vs, knobs)
+    return out_hbm
+
+
+def write_gated(
+    out_hbm: NkiTensor,
+    x_chunks: list[KChunk],
+    us: list[DecodeWeight],
+    vs: list[DecodeWeight],
+    knobs: MlpKnobs,
+) -> None:
+    """out = down(act(gate(x)) * up(x)); both cores have a part of x, of I, then of the columns.
+
+    Args:
+        out_hbm: [M, N].
+        x_chunks: this core's part of x.
+        us: u_gate, u_up, u_down.
+        vs: v_gate, v_up, v_down.
+        knobs: of all products.
+    """
+    M, dtype, linear = out_hbm.shape[0], vs[0].dtype, knobs.linear
+    rank_block, tile_bytes = linear.rank_block, linear.tile_bytes
+    group, up_scale = us[0].group, vs[1].scale
+    inner = own(vs[0].hbm.shape[1], group)
+    blocks = output_blocks(own(vs[2].hbm.shape[1]), linear.block, linear.last_block)
+    if linear.stationary:
         turned_low = project_turned(turned(x_chunks), us[0:2], rank_block, tile_bytes, M)
         h: list[Turned] = []
-        for columns in spans(inner.start, inner.size, inner_block):
-            h.extend(gated_turned(turned_low, vs, columns, M, activation, tile_bytes))
+        for columns in spans(inner.start, inner.size, knobs.inner_block):
+            h.extend(gated_turned(turned_low, vs, columns, M, knobs.activation, tile_bytes))
         d = project_turned(h, [us[2]], rank_block, tile_bytes, M)[0]
         write_turned(out_hbm, d, vs[2], None, blocks, tile_bytes)
-        return out_hbm
-    low = project(x_chunks, us[0:2], rank_block, fuse_gate_up, tile_bytes, M)
+        return
+    low = project(x_chunks, us[0:2], rank_block, linear.fuse, tile_bytes, M)
     h_chunks: list[KChunk] = []
-    if spill and inner.size > 0:
-        dtype = x.dtype if is_none(up_scale) else nl.float32
-        h_hbm = nl.ndarray((M, inner.size), dtype=dtype, buffer=nl.private_hbm)
-        for columns in spans(inner.start, inner.size, inner_block):
-            up, h_sb = gated(low, vs, columns, M, activation, tile_bytes)
-            up.store(h_hbm, inner.start, h_sb)
-        part = Span(0, inner.size)
-        start = inner.start
-        h_chunks = chunks_of(h_hbm, part, start, k_chunk, x.dtype, up_scale, lanes, group)
-    if not spill:
-        for columns in spans(inner.start, inner.size, inner_block):
-            up, h_sb = gated(low, vs, columns, M, activation, tile_bytes)
+    spills = knobs.spill and inner.size > 0
+    h_hbm: list[NkiTensor] = []
+    if spills:
+        h_dtype = dtype if is_none(up_scale) else nl.float32
+        h_hbm.append(nl.ndarray((M, inner.size), dtype=h_dtype, buffer=nl.private_hbm))
+    for columns in spans(inner.start, inner.size, knobs.inner_block):
+        up, h_sb = gated(low, vs, columns, M, knobs.activation, tile_bytes)
+        if spills:
+            up.store(h_hbm[0], inner.start, h_sb)
+        else:
             h_chunks.extend(up.chunks(h_sb))
+    if spills:
+        lanes = lanes_for(us, M)
+        h_chunks = chunks_of(
+            h_hbm[0],
+            Span(0, inner.size),
+            inner.start,
+            knobs.k_chunk,
+            dtype,
+            up_scale,
+            lanes,
+            group,
+        )
     d_chunks = project(h_chunks, [us[2]], rank_block, False, tile_bytes, M)[0]
     for i in range(len(blocks)):
         first, last = i == 0, i + 1 == len(blocks)
         write_block(out_hbm, d_chunks, vs[2], None, blocks[i], tile_bytes, first, last)
-    return out_hbm
 
 
 def gated(

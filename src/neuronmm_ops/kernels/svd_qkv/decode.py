@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
-from neuronmm_ops.kernels.stages.decode import own, project, write_block
-from neuronmm_ops.kernels.stages.stationary import project_turned, turned, write_turned
-from neuronmm_ops.kernels.stages.tiling import PARTITIONS, output_blocks
+from neuronmm_ops.kernels.stages.decode import own
+from neuronmm_ops.kernels.stages.linears import LinearKnobs, write_pairs
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS
 from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for
 from neuronmm_ops.kernels.svd_qkv.prefill import check_biases, check_factors
 
@@ -118,22 +118,6 @@ def svd_qkv_decode(
     lanes = 0 if stationary else lanes_for(first_factors, M)
     group = first_factors[0].group
     chunks = chunks_of(x, own(K, group), 0, k_chunk, x.dtype, None, lanes, group)
-    if stationary:
-        turned_low = project_turned(turned(chunks), first_factors, rank_block, tile_bytes, M)
-        for n in range(3):
-            blocks = output_blocks(own(vs[n].shape[1]), block, last_block if n == 2 else 0)
-            w, own_hbm = second_factors[n], parts_hbm[n]
-            edges = n == 0, n == 2
-            write_turned(
-                own_hbm, turned_low[n], w, biases[n], blocks, tile_bytes, edges[0], edges[1]
-            )
-        return out_hbm
-    low = project(chunks, first_factors, rank_block, fuse, tile_bytes, M)
-    for n in range(3):
-        ends = n == 2
-        blocks = output_blocks(own(vs[n].shape[1]), block, last_block if ends else 0)
-        for j in range(len(blocks)):
-            first, last = n + j == 0, ends and j + 1 == len(blocks)
-            w, own_hbm = second_factors[n], parts_hbm[n]
-            write_block(own_hbm, low[n], w, biases[n], blocks[j], tile_bytes, first, last)
+    knobs = LinearKnobs(rank_block, fuse, block, last_block, tile_bytes, stationary)
+    write_pairs(parts_hbm, chunks, first_factors, second_factors, biases, knobs)
     return out_hbm

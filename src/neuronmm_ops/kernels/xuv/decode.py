@@ -5,9 +5,9 @@ from __future__ import annotations
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
-from neuronmm_ops.kernels.stages.decode import own, project, write_block
-from neuronmm_ops.kernels.stages.stationary import project_turned, turned, write_turned
-from neuronmm_ops.kernels.stages.tiling import PARTITIONS, check_pair, output_blocks
+from neuronmm_ops.kernels.stages.decode import own
+from neuronmm_ops.kernels.stages.linears import LinearKnobs, write_pairs
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, check_pair
 from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for, rows_of
 
 
@@ -76,13 +76,6 @@ def xuv_decode(
     check_one_dtype([first_factor, second_factor])
     lanes, group = 0 if stationary else lanes_for([first_factor], M), first_factor.group
     x_chunks = chunks_of(x, own(K, group), 0, k_chunk, x.dtype, None, lanes, group)
-    blocks = output_blocks(own(v.shape[1]), block, last_block)
-    if stationary:
-        xu = project_turned(turned(x_chunks), [first_factor], rank_block, tile_bytes, M)[0]
-        write_turned(out_hbm, xu, second_factor, bias, blocks, tile_bytes)
-        return out_hbm
-    xu_chunks = project(x_chunks, [first_factor], rank_block, False, tile_bytes, M)[0]
-    for i in range(len(blocks)):
-        first, last = i == 0, i + 1 == len(blocks)
-        write_block(out_hbm, xu_chunks, second_factor, bias, blocks[i], tile_bytes, first, last)
+    knobs = LinearKnobs(rank_block, False, block, last_block, tile_bytes, stationary)
+    write_pairs([out_hbm], x_chunks, [first_factor], [second_factor], [bias], knobs)
     return out_hbm

@@ -1,0 +1,1 @@
+"""A layer of a decoder in one launch."""

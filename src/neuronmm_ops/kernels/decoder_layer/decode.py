@@ -1,0 +1,225 @@
+"""A layer of a decoder in one launch, decode phase: the next weights come while a stage waits."""
+
+from __future__ import annotations
+
+from neuronmm_ops.kernels.attention.decode import attend, check_operands, load_table
+from neuronmm_ops.kernels.attention.heads import HeadNorm, Rotation
+from neuronmm_ops.kernels.attention.units import Shape
+from neuronmm_ops.kernels.attention.visible import Positions
+from neuronmm_ops.kernels.decoder_layer.norm import Residual
+from neuronmm_ops.kernels.front_end import is_none
+from neuronmm_ops.kernels.mlp.decode import write_dense_mlp
+from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
+from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
+from neuronmm_ops.kernels.stages.linears import LinearKnobs, MlpKnobs, write_dense, write_pairs
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, core_span
+from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for
+from neuronmm_ops.kernels.svd_mlp.decode import write_gated
+
+LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
+"""Order of the Linears among the operands."""
+
+
+class StageKnobs(nl.NKIObject):
+    """Knobs of the Linears that read the same activations, from a tuple in the order of `names`."""
+
+    def __init__(self, values: tuple[int, ...]) -> None:
+        self.k_chunk = values[0]
+        self.dma_cast = values[1]
+        self.inner_block = values[2]
+        self.spill = values[3] > 0
+        self.linear = LinearKnobs(
+            values[4], values[5] > 0, values[6], values[7], values[8], values[9] > 0
+        )
+
+
+class Stage(nl.NKIObject):
+    """Linears that read the same activations, all of them pairs of factors or all dense.
+
+    Args:
+        matrices: u and v of each pair; None and the weight where they are dense.
+        scales: of each matrix, or none.
+        dtype: of the activations.
+        knobs: of all of them.
+    """
+
+    def __init__(
+        self,
+        matrices: tuple[NkiTensor | None, ...],
+        scales: tuple[NkiTensor | None, ...],
+        dtype: nl.DType,
+        knobs: StageKnobs,
+    ) -> None:
+        self.us: list[DecodeWeight] = []
+        self.vs: list[DecodeWeight] = []
+        for n in range(len(matrices)):
+            matrix, scale = matrices[n], None
+            if len(scales) > 0:
+                scale = scales[n]
+            if not is_none(matrix):
+                weight = DecodeWeight(matrix, dtype, scale, knobs.dma_cast)
+                if n % 2 == 0:
+                    self.us.append(weight)
+                else:
+                    self.vs.append(weight)
+        self.low_rank = len(self.us) > 0
+        alike = len(self.us) == 0 or len(self.us) == len(self.vs)
+        assert alike, "Linears of a stage must all be pairs, or all dense"
+        # what reads the activations
+        self.first = self.us if self.low_rank else self.vs
+        check_one_dtype(self.us)
+        check_one_dtype(self.vs)
+        self.group = self.first[0].group
+        self.knobs = knobs
+        self.out_features = 0
+        for w in self.vs:
+            self.out_features += w.hbm.shape[1]
+
+    def lanes(self, M: int) -> int:
+        """Lanes of the K chunks of M tokens."""
+        return 0 if self.knobs.linear.stationary else lanes_for(self.first, M)
+
+    def ranges(self, size: int) -> list[Span]:
+        """What cores contract: each its part with a u, all of it with a dense weight."""
+        if not self.low_rank:
+            return [Span(0, size)]
+        found: list[Span] = []
+        for core in range(nl.num_programs(0)):
+            found.append(core_span(size, core, nl.num_programs(0), self.group))
+        return found
+
+    def own(self) -> int:
+        """The number of this core's range."""
+        return nl.program_id(0) if self.low_rank else 0
+
+    def write(
+        self, out_hbm: NkiTensor, chunks: list[KChunk], biases: list[NkiTensor | None]
+    ) -> None:
+        """Write the products [M, ...] side by side, for both cores."""
+        parts_hbm: list[NkiTensor] = []
+        start = 0
+        for w in self.vs:
+            parts_hbm.append(out_hbm[:, nl.ds(start, w.hbm.shape[1])])
+            start += w.hbm.shape[1]
+        if self.low_rank:
+            write_pairs(parts_hbm, chunks, self.us, self.vs, biases, self.knobs.linear)
+        else:
+            write_dense(parts_hbm, chunks, self.vs, biases, self.knobs.linear)
+        meet(out_hbm)
+
+
+@jit
+def decoder_layer_decode(
+    x: NkiTensor,
+    residual: NkiTensor | None,
+    norms: tuple[NkiTensor, ...],
+    rotary: tuple[NkiTensor, ...],
+    caches: tuple[NkiTensor, ...],
+    positions: NkiTensor,
+    matrices: tuple[NkiTensor | None, ...],
+    scales: tuple[NkiTensor | None, ...] = (),
+    biases: tuple[NkiTensor, ...] = (),
+    activation: str = "silu",
+    eps: float = 1e-6,
+    window: int = 0,
+    qkv_knobs: tuple[int, ...] = (2048, 0, 0, 0, 1024, 1, 1024, 1024, 16384, 0),
+    output_knobs: tuple[int, ...] = (1024, 0, 0, 0, 1024, 0, 1024, 1024, 16384, 0),
+    mlp_knobs: tuple[int, ...] = (512, 0, 2048, 0, 1280, 1, 1024, 2048, 16384, 0),
+    fingerprint: str = "",
+) -> tuple[NkiTensor, NkiTensor, NkiTensor, NkiTensor]:
+    """A pre-norm layer of M new tokens a sequence; every byte of weights and caches loaded once.
+
+    Dimensions:
+        B: sequences. M: new tokens of each, 1 to 8; B M up to 128. H: features of the stream.
+        T: tokens that the caches have room for.
+
+    Args:
+        x: [B M, H], what the layer before adds to the stream.
+        residual: [B M, H], the stream before that, or None where x is all of it.
+        norms: [H] before attention and [H] before the MLP; or these and [head_dim] of query and
+            of key heads.
+        rotary: cos and sin, [B M, head_dim] of the tokens' positions.
+        caches: keys [B, kv_heads, head_dim, T] and values [B, kv_heads, T, head_dim], finite.
+        positions: int32 [B], where the first new token of a sequence is written.
+        matrices: u and v of each Linear in the order of `LINEARS`, of a dense one None and the
+            weight; query, key and value are of one kind, and so are gate, up and down.
+        scales: float32, of each matrix in one byte as in the kernels of ops; or none.
+        biases: of query, key and value, dtype of x; or none.
+        activation: "silu", "gelu", "gelu_tanh" or "relu".
+        eps: of all norms.
+        window: tokens that a query sees, its own included; 0 for all.
+        qkv_knobs: k_chunk, dma_cast, inner_block, spill, rank_block, fuse, block, last_block,
+            tile_bytes and stationary of the ops' kernels; what query, key and value have none of
+            is not read, nor is k_chunk: what a norm makes is one chunk.
+        output_knobs: of the output projection.
+        mlp_knobs: of the MLP.
+        fingerprint: of all kernels' source, for caches that know one function's alone; not read.
+
+    Returns:
+        What the MLP adds to the stream [B M, H] and the stream before that, as `x` and `residual`
+        of the next layer, in shared HBM; and the two caches.
+
+    Notes:
+        Rounding is that of the ops' kernels: the stream, normed tokens, query, key and value,
+        attention's output, low-rank features and act(gate) * up are rounded to the dtype of x.
+        Query, key and value, attention's output and that of the projection pass through HBM; the
+        norms are computed by every core, in the layout that TensorE takes.
+
+    Pseudocode:
+        s = x + residual;  q, k, v = norm(s) . pairs
+        a = attention(rope(q), rope(k), v), which writes k and v to the caches
+        s = s + a . pair;  out = mlp(norm(s))
+    """
+    TOKENS, H = x.shape
+    assert TOKENS <= PARTITIONS, f"at most {PARTITIONS} tokens, got {TOKENS}"
+    count = 2 * len(LINEARS)
+    assert len(matrices) == count, f"matrices must be {count}, got {len(matrices)}"
+    k_cache, v_cache = caches
+    B, kv, d, T = k_cache.shape
+    qkv = Stage(matrices[0:6], scales[0:6], x.dtype, StageKnobs(qkv_knobs))
+    output = Stage(matrices[6:8], scales[6:8], x.dtype, StageKnobs(output_knobs))
+    mlp = Stage(matrices[8:14], scales[8:14], x.dtype, StageKnobs(mlp_knobs))
+    shape = Shape(B, qkv.out_features // d - 2 * kv, kv, d, T, TOKENS // B)
+    load_table()
+    of_qkv: list[NkiTensor | None] = [None, None, None]
+    for n in range(len(biases)):
+        of_qkv[n] = biases[n]
+    before = Residual(x, residual, qkv.ranges(H), qkv.lanes(TOKENS), qkv.group)
+    qkv_hbm = nl.ndarray((TOKENS, qkv.out_features), dtype=x.dtype, buffer=nl.shared_hbm)
+    qkv.write(qkv_hbm, [before.normed(norms[0], eps, qkv.own())], of_qkv)
+    stream_hbm = nl.ndarray((TOKENS, H), dtype=x.dtype, buffer=nl.private_hbm)
+    before.store(stream_hbm)
+    check_operands(shape, qkv_hbm, rotary[0], v_cache, positions)
+    head_norms: list[HeadNorm] = []
+    if len(norms) == 4:
+        head_norms.append(HeadNorm(norms[2], norms[3], shape.heads, eps))
+    rotation = Rotation(rotary[0], rotary[1], min(PARTITIONS, shape.heads + kv), head_norms)
+    mixed_hbm = nl.ndarray((TOKENS, shape.heads * d), dtype=x.dtype, buffer=nl.shared_hbm)
+    attend(mixed_hbm, qkv_hbm, k_cache, v_cache, Positions(positions), shape, rotation, window)
+    meet(mixed_hbm)
+    added_hbm = nl.ndarray((TOKENS, H), dtype=x.dtype, buffer=nl.shared_hbm)
+    part = output.ranges(shape.heads * d)[output.own()]
+    width, lanes = output.knobs.k_chunk, output.lanes(TOKENS)
+    mixed = chunks_of(mixed_hbm, part, 0, width, x.dtype, None, lanes, output.group)
+    output.write(added_hbm, mixed, [None])
+    after = Residual(added_hbm, stream_hbm, mlp.ranges(H), mlp.lanes(TOKENS), mlp.group)
+    out_hbm = nl.ndarray((TOKENS, H), dtype=x.dtype, buffer=nl.shared_hbm)
+    residual_hbm = nl.ndarray((TOKENS, H), dtype=x.dtype, buffer=nl.shared_hbm)
+    own_knobs = mlp.knobs
+    knobs = MlpKnobs(
+        own_knobs.linear, activation, own_knobs.inner_block, own_knobs.k_chunk, own_knobs.spill
+    )
+    normed = after.normed(norms[1], eps, mlp.own())
+    if mlp.low_rank:
+        write_gated(out_hbm, [normed], mlp.us, mlp.vs, knobs)
+    else:
+        write_dense_mlp(out_hbm, [[normed]], mlp.vs, knobs)
+    if nl.program_id(0) == 0:
+        after.store(residual_hbm)
+    return out_hbm, residual_hbm, k_cache, v_cache
+
+
+def meet(hbm: NkiTensor) -> None:
+    """Wait until both cores have written their parts."""
+    if nl.num_programs(0) > 1:
+        nisa.core_barrier(hbm, (0, 1))

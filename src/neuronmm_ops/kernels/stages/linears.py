@@ -1,0 +1,121 @@
+"""Decode phase of Linears that read the same activations: pairs of factors, or dense."""
+
+from __future__ import annotations
+
+from neuronmm_ops.kernels.shim import NkiTensor, nl
+from neuronmm_ops.kernels.stages.chunks import KChunk
+from neuronmm_ops.kernels.stages.decode import own, project, write_block
+from neuronmm_ops.kernels.stages.stationary import project_turned, turned, write_turned
+from neuronmm_ops.kernels.stages.tiling import output_blocks
+from neuronmm_ops.kernels.stages.weights import DecodeWeight
+
+
+class LinearKnobs(nl.NKIObject):
+    """How Linears are multiplied; the fields are knobs of the kernels of ops."""
+
+    def __init__(
+        self,
+        rank_block: int,
+        fuse: bool,
+        block: int,
+        last_block: int,
+        tile_bytes: int,
+        stationary: bool,
+    ) -> None:
+        self.rank_block = rank_block
+        self.fuse = fuse
+        self.block = block
+        self.last_block = last_block
+        self.tile_bytes = tile_bytes
+        self.stationary = stationary
+
+
+class MlpKnobs(nl.NKIObject):
+    """How a gated MLP is multiplied.
+
+    Args:
+        linear: of its products.
+        activation: "silu", "gelu", "gelu_tanh" or "relu".
+        inner_block: columns of gate and of up whose sums are in PSUM together.
+        k_chunk: columns of act(gate) * up that are transposed together where it comes from HBM.
+        spill: it goes there.
+    """
+
+    def __init__(
+        self, linear: LinearKnobs, activation: str, inner_block: int, k_chunk: int, spill: bool
+    ) -> None:
+        self.linear = linear
+        self.activation = activation
+        self.inner_block = inner_block
+        self.k_chunk = k_chunk
+        self.spill = spill
+
+
+def write_pairs(
+    parts_hbm: list[NkiTensor],
+    chunks: list[KChunk],
+    us: list[DecodeWeight],
+    vs: list[DecodeWeight],
+    biases: list[NkiTensor | None],
+    knobs: LinearKnobs,
+) -> None:
+    """parts[n] = (x . us[n]) . vs[n] + biases[n]; both cores have a part of x, then of the columns.
+
+    Args:
+        parts_hbm: [M, N] of each pair.
+        chunks: this core's part of x.
+        us: [K, r] of each pair.
+        vs: [r, N].
+        biases: [N] or None.
+        knobs: of all pairs.
+    """
+    M, count = parts_hbm[0].shape[0], len(vs)
+    tile_bytes = knobs.tile_bytes
+    if knobs.stationary:
+        turned_low = project_turned(turned(chunks), us, knobs.rank_block, tile_bytes, M)
+        for n in range(count):
+            ends = n + 1 == count
+            columns = own(vs[n].hbm.shape[1])
+            blocks = output_blocks(columns, knobs.block, knobs.last_block if ends else 0)
+            to_hbm, bias = parts_hbm[n], biases[n]
+            write_turned(to_hbm, turned_low[n], vs[n], bias, blocks, tile_bytes, n == 0, ends)
+        return
+    low = project(chunks, us, knobs.rank_block, knobs.fuse, tile_bytes, M)
+    for n in range(count):
+        ends = n + 1 == count
+        columns = own(vs[n].hbm.shape[1])
+        blocks = output_blocks(columns, knobs.block, knobs.last_block if ends else 0)
+        for j in range(len(blocks)):
+            first, last = n + j == 0, ends and j + 1 == len(blocks)
+            to_hbm, bias = parts_hbm[n], biases[n]
+            write_block(to_hbm, low[n], vs[n], bias, blocks[j], tile_bytes, first, last)
+
+
+def write_dense(
+    parts_hbm: list[NkiTensor],
+    chunks: list[KChunk],
+    weights: list[DecodeWeight],
+    biases: list[NkiTensor | None],
+    knobs: LinearKnobs,
+) -> None:
+    """parts[n] = x . weights[n] + biases[n]; both cores have all of x, and share the columns.
+
+    Args:
+        parts_hbm: [M, N] of each weight.
+        chunks: of x.
+        weights: [K, N].
+        biases: [N] or None.
+        knobs: of all weights.
+    """
+    x_turned = turned(chunks) if knobs.stationary else []
+    for n in range(len(weights)):
+        w, to_hbm, bias = weights[n], parts_hbm[n], biases[n]
+        ends = n + 1 == len(weights)
+        blocks = output_blocks(own(w.hbm.shape[1]), knobs.block, knobs.last_block if ends else 0)
+        tile_bytes = knobs.tile_bytes
+        if knobs.stationary:
+            write_turned(to_hbm, x_turned, w, bias, blocks, tile_bytes, n == 0, ends)
+            continue
+        for j in range(len(blocks)):
+            first, last = n + j == 0, ends and j + 1 == len(blocks)
+            write_block(to_hbm, chunks, w, bias, blocks[j], tile_bytes, first, last)

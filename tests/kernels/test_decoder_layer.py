@@ -1,0 +1,142 @@
+"""A layer of a decoder in one launch: values against fp64, one core against two, the caches."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attending import EPS, angles, decoded, drawn, norm_weights, normalised, on
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.cases import CORES
+from quantized import nearest
+from tolerances import assert_close_to_oracle
+from torch import Tensor
+
+import neuroncore as nc
+from neuronmm_ops.kernels.decoder_layer.decode import decoder_layer_decode
+from neuronmm_ops.storages import dequantized
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def pair(K, N, r, dtype, seed):
+    """u and v, or None and a dense weight."""
+    if r == 0:
+        return [None, drawn(K, N, dtype=dtype, seed=seed, scale=K**-0.5)]
+    return [
+        drawn(K, r, dtype=dtype, seed=seed, scale=K**-0.5),
+        drawn(r, N, dtype=dtype, seed=seed + 50, scale=r**-0.5),
+    ]
+
+
+def product(x: Tensor, u: Tensor | None, v: Tensor) -> Tensor:
+    return x @ v if u is None else (x @ u) @ v
+
+
+def composed(x, residual, norms, cos, sin, caches, positions, matrices, biases, window):
+    """The layer in plain torch."""
+    stream = x if residual is None else x + residual
+    pairs = list(zip(matrices[::2], matrices[1::2], strict=True))
+    h = normalised(stream, norms[0])
+    sides = [product(h, *each) for each in pairs[:3]]
+    if biases:
+        sides = [side + bias for side, bias in zip(sides, biases, strict=True)]
+    qkv = torch.cat(sides, 1)
+    mixed, k_cache, v_cache = decoded(qkv, cos, sin, *caches, positions, norms[2:], window)
+    stream = stream + product(mixed, *pairs[3])
+    h = normalised(stream, norms[1])
+    gate, up = [product(h, *each) for each in pairs[4:6]]
+    return product(F.silu(gate) * up, *pairs[6]), stream, k_cache, v_cache
+
+
+def check_layer(
+    launch, dtype, heads=(4, 2, 32), H=192, inner=320, ranks=(16, 24, 40), T=200, positions=(70,),
+    M=1, window=0, head_norm=False, bias=False, residual=True, storage="",
+):  # fmt: skip
+    """Values of a layer with pairs of these ranks (qkv, output, MLP; 0: dense) on a launch."""
+    (target, lnc), (nq, kv, d), B = launch, heads, len(positions)
+    rows = B * M
+    sizes = [(H, nq * d), (H, kv * d), (H, kv * d), (nq * d, H), (H, inner), (H, inner), (inner, H)]
+    of_rank = [ranks[0]] * 3 + [ranks[1]] + [ranks[2]] * 3
+    matrices = [
+        matrix
+        for n, ((K, N), r) in enumerate(zip(sizes, of_rank, strict=True))
+        for matrix in pair(K, N, r, dtype, 10 + n)
+    ]
+    x, before = [drawn(rows, H, dtype=dtype, seed=seed) for seed in (1, 2)]
+    caches = [
+        drawn(B, kv, d, T, dtype=dtype, seed=3),
+        drawn(B, kv, T, d, dtype=dtype, seed=4),
+    ]
+    norms = [norm_weights(H, dtype)[0], norm_weights(H, dtype)[1]]
+    norms += norm_weights(d, dtype) if head_norm else []
+    biases = [drawn(N, dtype=dtype, seed=40, scale=0.2) for _, N in sizes[:3]] if bias else []
+    cos, sin = angles(rows, d, dtype)
+    stored, scales, exact = matrices, (), matrices
+    if storage:
+        rounded = [m if m is None else nearest(m, storage) for m in matrices]
+        stored = [r if r is None else r[0] for r in rounded]
+        scales = tuple([r if r is None else r[1] for r in rounded])
+        exact = [r if r is None else dequantized(*r, torch.float64) for r in rounded]
+    added = before if residual else None
+
+    def plain(cast, weights):
+        def to(tensors):
+            return [t if t is None else cast(t) for t in tensors]
+
+        tables = to([cos, sin])
+        first = to([x, added])
+        return composed(
+            *first, to(norms), *tables, to(caches), positions, to(weights), to(biases), window
+        )
+
+    oracle = plain(Tensor.double, exact)
+    low = plain(lambda t: t.to(dtype), exact)
+    for b, position in enumerate(positions):
+        caches[0][b, ..., position:], caches[1][b, :, position:] = 1e3, 1e3
+    operands = [x, added, tuple(norms), (cos, sin), tuple(caches)]
+    operands += [torch.tensor(positions, dtype=torch.int32), tuple(stored), scales, tuple(biases)]
+    done = nc.simulate(
+        on(decoder_layer_decode, lnc), *operands, target=target, window=window, eps=EPS
+    )
+    out, stream, keys, values = done.outputs
+    for got, wanted, rough in ((out, oracle[0], low[0]), (stream, oracle[1], low[1])):
+        assert_close_to_oracle(got, wanted, rough, wanted.abs().clamp_min(1))
+    for b, position in enumerate(positions):
+        own = slice(position, position + M)
+        for got, wanted, rough in (
+            (keys[b, ..., own], oracle[2][b, ..., own], low[2][b, ..., own]),
+            (values[b, :, own], oracle[3][b, :, own], low[3][b, :, own]),
+        ):
+            assert_close_to_oracle(got, wanted, rough, wanted.abs().clamp_min(1))
+    return done
+
+
+@pytest.mark.parametrize("launch", [("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 2)])
+@pytest.mark.parametrize("ranks", [(16, 24, 40), (0, 0, 0), (16, 0, 0), (0, 24, 40)])
+def test_values(launch, ranks):
+    check_layer(launch, torch.bfloat16, ranks=ranks)
+
+
+@pytest.mark.parametrize("storage", ["fp8", "int8"])
+@pytest.mark.parametrize("ranks", [(16, 24, 40), (0, 0, 0)])
+@pytest.mark.parametrize("lnc", [1, 2])
+def test_values_in_one_byte(storage, ranks, lnc):
+    check_layer(("trn2", lnc), torch.bfloat16, ranks=ranks, storage=storage)
+
+
+def test_a_layer_in_half_a_byte():
+    layer = {"H": 256, "inner": 384, "heads": (4, 2, 64), "ranks": (128, 128, 128)}
+    check_layer(("trn2", 1), torch.bfloat16, storage="int4", **layer)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    launch=CORES, dtype=st.sampled_from(DTYPES), heads=st.sampled_from([(2, 1, 64), (6, 3, 32)]),
+    H=st.sampled_from([64, 128, 200, 576]), inner=st.sampled_from([96, 384, 700]),
+    ranks=st.tuples(*[st.sampled_from([0, 8, 130])] * 3), M=st.integers(1, 4),
+    positions=st.lists(st.integers(0, 130), min_size=1, max_size=3),
+    window=st.sampled_from([0, 50]), head_norm=st.booleans(), bias=st.booleans(),
+    residual=st.booleans(),
+)  # fmt: skip
+def test_any_layer(launch, dtype, M, positions, **layer):
+    check_layer(launch, dtype, T=134, M=M, positions=positions, **layer)
