@@ -50,6 +50,18 @@ def test_rows_of_a_named_model(plan, model):
     assert mlp["time_ms"] < mlp["dense_ms"]
 
 
+def test_a_time_is_a_range_where_dma_models_differ(plan):
+    arguments = ("Llama-3.2-1B", "--tokens", "1,4096", "--target", "trn2")
+    rows = {(r["projection"], r["M"]): r for r in plan(*arguments, "--json").document()}
+    key, up = rows["k_proj", 4096], rows["up_proj", 1]
+    low, high = key["time_low_ms"], key["time_high_ms"]
+    assert high > 1.05 * low
+    assert up["time_low_ms"] == up["time_high_ms"]
+    page = plan(*arguments).page()
+    assert f" {low:.4g}-{high:.4g} " in page
+    assert f" {up['time_ms']:.4g} " in page
+
+
 def test_attention_in_one_launch(plan, tmp_path):
     options = ("--tokens", "1", "--target", "trn2", "--lnc", "2", "--storage", "int8", "--json")
     config = json.dumps(CONFIG | {"hidden_size": 512, "head_dim": 128})

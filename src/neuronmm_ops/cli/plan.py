@@ -170,7 +170,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
         cells = [
             (
                 *(row["projection"], row["K"], row["r"] or "dense", row["N"]),
-                *(f"{row['time_ms']:.4g}", f"{row['dense_ms']:.4g}"),
+                *(time_range(row["time_low_ms"], row["time_high_ms"]), f"{row['dense_ms']:.4g}"),
                 *(speedup_range(row["speedup_low"], row["speedup_high"]), row["bound"]),
             )
             for row in group
@@ -180,14 +180,21 @@ def _show(rows: list[dict[str, Any]]) -> None:
     longest = max(rows, key=lambda row: row["instructions"])
     stdout.print(f"Modelled times on {rows[0]['target']}; --json shows the blocks of each plan.")
     stdout.print(
-        "Speed-ups are ranges over what small DMAs may cost; no plan is more than "
-        f"{max(row['regret'] for row in rows):.1%} slower than the quickest under either model."
+        "Times and speed-ups are ranges over what small DMAs may cost (`bench model`: over all that "
+        f"is not known); no plan is more than {max(row['regret'] for row in rows):.1%} slower than "
+        "the quickest under either model."
     )
     launches = f", in {longest['launches']} launches" if longest["launches"] > 1 else ""
     stdout.print(f"The longest plan has {longest['instructions']:,} instructions{launches}.")
     for tokens in dict.fromkeys([row["M"] for row in losing]):
         names = ", ".join([row["projection"] for row in losing if row["M"] == tokens])
         stdout.print(f"Low rank does not pay at M = {tokens}: {names}")
+
+
+def time_range(low: float, high: float) -> str:
+    """A time, or its range where both ends differ in print."""
+    first, last = f"{low:.4g}", f"{high:.4g}"
+    return first if first == last else f"{first}-{last}"
 
 
 def speedup_range(low: float, high: float) -> str:
