@@ -180,9 +180,9 @@ def _show(rows: list[dict[str, Any]]) -> None:
     longest = max(rows, key=lambda row: row["instructions"])
     stdout.print(f"Modelled times on {rows[0]['target']}; --json shows the blocks of each plan.")
     stdout.print(
-        "Times and speed-ups are ranges over what small DMAs may cost (`bench model`: over all that "
-        f"is not known); no plan is more than {max(row['regret'] for row in rows):.1%} slower than "
-        "the quickest under either model."
+        "Times and speed-ups are ranges over what small DMAs may cost (`bench model`: over all "
+        f"that is not known); no plan is more than {max(row['regret'] for row in rows):.1%} slower "
+        "than the quickest under either model."
     )
     launches = f", in {longest['launches']} launches" if longest["launches"] > 1 else ""
     stdout.print(f"The longest plan has {longest['instructions']:,} instructions{launches}.")
