@@ -50,7 +50,7 @@ def composed(x, residual, norms, cos, sin, caches, positions, matrices, biases, 
 
 def check_layer(
     launch, dtype, heads=(4, 2, 32), H=192, inner=320, ranks=(16, 24, 40), T=200, positions=(70,),
-    M=1, window=0, head_norm=False, bias=False, residual=True, storage="",
+    M=1, window=0, head_norm=False, bias=False, residual=True, storage="", schedules=0,
 ):  # fmt: skip
     """Values of a layer with pairs of these ranks (qkv, output, MLP; 0: dense) on a launch."""
     (target, lnc), (nq, kv, d), B = launch, heads, len(positions)
@@ -95,9 +95,8 @@ def check_layer(
         caches[0][b, ..., position:], caches[1][b, :, position:] = 1e3, 1e3
     operands = [x, added, tuple(norms), (cos, sin), tuple(caches)]
     operands += [torch.tensor(positions, dtype=torch.int32), tuple(stored), scales, tuple(biases)]
-    done = nc.simulate(
-        on(decoder_layer_decode, lnc), *operands, target=target, window=window, eps=EPS
-    )
+    options = {"target": target, "window": window, "eps": EPS, "schedules": schedules}
+    done = nc.simulate(on(decoder_layer_decode, lnc), *operands, **options)
     out, stream, keys, values = done.outputs
     for got, wanted, rough in ((out, oracle[0], low[0]), (stream, oracle[1], low[1])):
         assert_close_to_oracle(got, wanted, rough, wanted.abs().clamp_min(1))
@@ -122,6 +121,20 @@ def test_values(launch, ranks):
 @pytest.mark.parametrize("lnc", [1, 2])
 def test_values_in_one_byte(storage, ranks, lnc):
     check_layer(("trn2", lnc), torch.bfloat16, ranks=ranks, storage=storage)
+
+
+@pytest.mark.parametrize("ranks", [(16, 24, 40), (0, 0, 0)])
+@pytest.mark.parametrize("heads", [(4, 2, 32), (4, 1, 64)])
+def test_no_order_of_two_cores_changes_a_value(heads, ranks):
+    check_layer(
+        ("trn2", 2), torch.bfloat16, heads, ranks=ranks, positions=(3, 90), M=2, schedules=4
+    )
+
+
+def test_sums_of_few_columns_are_exchanged_at_once():
+    """Four column groups in one DMA: those of query, key, value, output, gate, up and down."""
+    done = check_layer(("trn2", 2), torch.float32, ranks=(512, 512, 512))
+    assert done.profile.opcodes["sendrecv"] == 2 * 7
 
 
 def test_a_layer_in_half_a_byte():
