@@ -106,3 +106,14 @@ def test_models_that_ask_for_a_weight_run_after_loading(kind, storage, tmp_path)
     restored = _round_trip(model, tmp_path / "out", storage).eval()
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, restored(**inputs).logits)
+
+
+@pytest.mark.skipif(not hasattr(t, "HrmTextConfig"), reason="an older Transformers")
+@pytest.mark.parametrize("save", [hf.save, t.PreTrainedModel.save_pretrained])
+def test_one_half_of_a_stored_matrix_is_compressed(save, tmp_path):
+    sizes = {**SIZES, "num_key_value_heads": None}
+    model = t.AutoModelForCausalLM.from_config(t.HrmTextConfig(**sizes)).eval()
+    compress_(model, SVDConfig(ratio=0.3, block=8, targets=r".*mlp\.up_proj", method="plain"))
+    save(model, tmp_path / "out")
+    loaded = hf.load(tmp_path / "out")
+    assert_same_bits(loaded.state_dict(), model.state_dict())

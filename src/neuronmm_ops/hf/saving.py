@@ -11,6 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from neuronmm_ops.checkpoint import INDEX, SINGLE, weight_files
 from neuronmm_ops.compress.record import attach, attached_report, compressed_layers
@@ -85,7 +87,12 @@ def save(
 
     def write(temporary: Path) -> None:
         if values is None:
-            _save_pretrained(model, temporary, max_shard_size=max_shard_size)
+            _save_pretrained(
+                model,
+                temporary,
+                max_shard_size=max_shard_size,
+                save_original_format=not _has_halves(model),
+            )
         else:
             write_weights(model, values, temporary, max_shard_size)
 
@@ -234,6 +241,28 @@ def _same(written: Tensor, tensor: Tensor) -> bool:
     return torch.equal(*bits)
 
 
+def _has_halves(model: PreTrainedModel) -> bool:
+    """Say whether of a stored matrix, which loading splits, one Linear stays dense and one not.
+
+    Transformers splits HRM's `gate_up_proj` so, and cannot merge a half: tensors are then saved by
+    their names in the model.
+    """
+    compressed = compressed_layers(model)
+    if not compressed:
+        return False
+    converters = [
+        conversion.reverse_transform()
+        for conversion in get_model_conversion_mapping(model)
+        if isinstance(conversion, WeightConverter) and len(conversion.target_patterns) > 1
+    ]
+
+    def merged(layers: Iterable[str]) -> set[str]:
+        found = [c.rename_source_key(f"{name}.weight") for name in layers for c in converters]
+        return {name for name, pattern in found if pattern is not None}
+
+    return not merged(compressed).isdisjoint(merged(dense_linears(model)))
+
+
 # --- Transformers' own saving: a manifest of what was there before would refuse what it has written
 
 _save_pretrained = PreTrainedModel.save_pretrained
@@ -243,6 +272,7 @@ _save_pretrained = PreTrainedModel.save_pretrained
 def _saved_with_manifest(
     self: PreTrainedModel, save_directory: str | Path, *args: Any, **kwargs: Any
 ) -> None:
+    kwargs.setdefault("save_original_format", not _has_halves(self))
     _save_pretrained(self, save_directory, *args, **kwargs)
     directory = Path(save_directory)
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

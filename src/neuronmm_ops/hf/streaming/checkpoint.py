@@ -51,7 +51,8 @@ class Checkpoint:
             if key is None:
                 raise ValueError(
                     f"{directory}: {name} is made of several stored tensors, as single experts "
-                    "are; such a model cannot be streamed, compress it without --stream"
+                    "are, or of a part of one; such a model cannot be streamed, compress it "
+                    "without --stream"
                 )
             self._keys[name] = key
 
