@@ -20,6 +20,8 @@ from neuronmm_ops.plan.tracing import of_least_regret
 from neuronmm_ops.rank import aligned_rank
 
 TARGET, TOKENS = "trn2", 2048
+SEVERAL = 4
+"""Layers in one launch, for what each more takes."""
 CASES = (
     ("Llama-3.2-1B", "", 0.2),
     ("Llama-3.2-1B", "float8_e4m3fn", 0.5),
@@ -37,7 +39,7 @@ OTHERWISE = {"k_chunk": 1024, "inner_block": 512, "rank_block": 1024, "block": 1
 }  # fmt: skip
 
 
-class Layer(NamedTuple):
+class ModelledLayer(NamedTuple):
     """A layer on one launch.
 
     Attributes:
@@ -74,7 +76,7 @@ def run(progress: Progress | None = None) -> list[dict[str, Any]]:
         progress: called with ("layers", layers done, layers in all).
     """
     layers = [
-        Layer(model, stored, ratio, lnc)
+        ModelledLayer(model, stored, ratio, lnc)
         for model, stored, kept in CASES
         for ratio in (0.0, kept)
         for lnc in (1, 2)
@@ -82,14 +84,16 @@ def run(progress: Progress | None = None) -> list[dict[str, Any]]:
     return list(run_all("layers", row, layers, progress))
 
 
-def row(layer: Layer) -> dict[str, Any]:
+def row(layer: ModelledLayer) -> dict[str, Any]:
     """What a layer takes in separate launches, and in one of their plans' arguments."""
     launches = separate(layer)
     apart = [times_at(launch.profile(TARGET)) for launch in launches]
     apart_ms = [sum(each) for each in zip(*apart, strict=True)]
-    number, profiles = 0, list(profiles_of_one(layer))
+    profiles = list(one_launch(layer))
     number, _ = of_least_regret([times_at(profile) for profile in profiles])
-    one = profiles[number]
+    one, several = profiles[number], list(one_launch(layer, SEVERAL))[number]
+    both = zip(times_at(several), times_at(one), strict=True)
+    more_ms = [(many - first) / (SEVERAL - 1) for many, first in both]
     return {
         **layer._asdict(),
         "target": TARGET,
@@ -99,11 +103,13 @@ def row(layer: Layer) -> dict[str, Any]:
         "separate_range_ms": spread(apart_ms),
         "one_ms": one.time_ms,
         "one_range_ms": spread(times_at(one)),
+        "more_ms": more_ms[0],
+        "more_range_ms": spread(more_ms),
         "bound_ms": one.hbm_bytes / one.dma_peak_gbps / 1e6,
     }
 
 
-def separate(layer: Layer) -> list[PlannedKernel]:
+def separate(layer: ModelledLayer) -> list[PlannedKernel]:
     """The launches of today's ops and kernels."""
     shape, machine = layer.shape, layer.machine
     norm = plan_rms_norm(1, shape.hidden_size, residual=True, **machine)
@@ -121,7 +127,7 @@ def separate(layer: Layer) -> list[PlannedKernel]:
     return [norm, norm, *attention, *linears]
 
 
-def stages(layer: Layer) -> dict[str, list[PlannedKernel]]:
+def stages(layer: ModelledLayer) -> dict[str, list[PlannedKernel]]:
     """The launch of each stage of Linears, as it is planned."""
     sizes, H = layer.shape.projections, layer.shape.hidden_size
     inner = sizes["gate_proj"][1]
@@ -149,8 +155,8 @@ def stages(layer: Layer) -> dict[str, list[PlannedKernel]]:
     }
 
 
-def profiles_of_one(layer: Layer) -> Iterator[Profile]:
-    """The layer in one launch: with its stages' arguments, and with weights that all move."""
+def one_launch(layer: ModelledLayer, count: int = 1) -> Iterator[Profile]:
+    """Such layers in one launch: with their stages' arguments, and with weights that all move."""
     kernel = simulated_kernel("decoder_layer", "decoder_layer_decode", layer.lnc)
     planned = {name: launches[0].arguments for name, launches in stages(layer).items()}
     for moving in (False, True):
@@ -159,7 +165,9 @@ def profiles_of_one(layer: Layer) -> Iterator[Profile]:
             f"{name}_knobs": knobs_of({**each, **changed}) for name, each in planned.items()
         }
         try:
-            yield simulate(kernel, *operands(layer), target=TARGET, mode="trace", **knobs).profile
+            yield simulate(
+                kernel, *operands(layer, count), target=TARGET, mode="trace", **knobs
+            ).profile
         except NkiValidationError:  # it does not fit
             if not moving:
                 raise
@@ -171,8 +179,8 @@ def knobs_of(arguments: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple([int(named.get(name, OTHERWISE.get(name, 0))) for name in KNOBS])
 
 
-def operands(layer: Layer) -> list[Any]:
-    """Operands of the kernel, without values."""
+def operands(layer: ModelledLayer, count: int) -> list[Any]:
+    """Operands of so many layers, without values."""
     shape, d = layer.shape, layer.shape.head_dim
     H, kv = shape.hidden_size, shape.kv_heads
 
@@ -189,5 +197,8 @@ def operands(layer: Layer) -> list[Any]:
             scales.append(size and spec(size[1], dtype="float32"))
     caches = spec(1, kv, d, TOKENS), spec(1, kv, TOKENS, d)
     rotary = spec(1, d), spec(1, d)
-    x, stored = spec(1, H), tuple(scales) if layer.stored else ()
-    return [x, x, tuple(norms), rotary, caches, spec(1, dtype="int32"), tuple(matrices), stored]
+    x, stored = spec(1, H), (tuple(scales),) if layer.stored else ()
+    position = spec(1, dtype="int32")
+    of_layer = (tuple(norms),), (caches,), (tuple(matrices),), stored
+    every_norm, every_cache, every_matrix, every_scale = [each * count for each in of_layer]
+    return [x, x, every_norm, rotary, every_cache, position, every_matrix, every_scale]

@@ -123,15 +123,17 @@ def _show_layer(rows: list[dict[str, Any]]) -> None:
             str(row["lnc"]),
             cell(row, "separate"),
             cell(row, "one"),
+            cell(row, "more"),
             f"{1e3 * row['bound_ms']:.1f}",
         ]
         for row in rows
     ]
-    columns = ["model", "weights", "ratio", "lnc", "separate", "one launch", "bytes"]
+    columns = ["model", "weights", "ratio", "lnc", "separate", "one launch", "another", "bytes"]
     show_table(columns, cells, left=["model", "weights"])
     stdout.print(
         f"Modelled us of a layer on {rows[0]['target']}, {rows[0]['tokens']} tokens of cache: "
-        "separate launches, all in one, and all bytes at the DMA peak. Ratio 0 is dense."
+        "separate launches, all in one, what another layer adds to that launch, and all bytes at "
+        "the DMA peak. Ratio 0 is dense."
     )
 
 

@@ -52,7 +52,10 @@ def check_layer(
     launch, dtype, heads=(4, 2, 32), H=192, inner=320, ranks=(16, 24, 40), T=200, positions=(70,),
     M=1, window=0, head_norm=False, bias=False, residual=True, storage="", schedules=0,
 ):  # fmt: skip
-    """Values of a layer with pairs of these ranks (qkv, output, MLP; 0: dense) on a launch."""
+    """Values of a layer with pairs of these ranks (qkv, output, MLP; 0: dense) on a launch.
+
+    Returns what ran, and its operands and options.
+    """
     (target, lnc), (nq, kv, d), B = launch, heads, len(positions)
     rows = B * M
     sizes = [(H, nq * d), (H, kv * d), (H, kv * d), (nq * d, H), (H, inner), (H, inner), (inner, H)]
@@ -93,8 +96,9 @@ def check_layer(
     low = plain(lambda t: t.to(dtype), exact)
     for b, position in enumerate(positions):
         caches[0][b, ..., position:], caches[1][b, :, position:] = 1e3, 1e3
-    operands = [x, added, tuple(norms), (cos, sin), tuple(caches)]
-    operands += [torch.tensor(positions, dtype=torch.int32), tuple(stored), scales, tuple(biases)]
+    operands = [x, added, (tuple(norms),), (cos, sin), (tuple(caches),)]
+    operands += [torch.tensor(positions, dtype=torch.int32), (tuple(stored),)]
+    operands += [(scales,) if scales else (), (tuple(biases),) if biases else ()]
     options = {"target": target, "window": window, "eps": EPS, "schedules": schedules}
     done = nc.simulate(on(decoder_layer_decode, lnc), *operands, **options)
     out, stream, keys, values = done.outputs
@@ -107,13 +111,37 @@ def check_layer(
             (values[b, :, own], oracle[3][b, :, own], low[3][b, :, own]),
         ):
             assert_close_to_oracle(got, wanted, rough, wanted.abs().clamp_min(1))
-    return done
+    return done, operands, options
 
 
 @pytest.mark.parametrize("launch", [("trn1", 1), ("trn2", 1), ("trn2", 2), ("trn3", 2)])
 @pytest.mark.parametrize("ranks", [(16, 24, 40), (0, 0, 0), (16, 0, 0), (0, 24, 40)])
 def test_values(launch, ranks):
     check_layer(launch, torch.bfloat16, ranks=ranks)
+
+
+@pytest.mark.parametrize("lnc", [1, 2])
+@pytest.mark.parametrize("ranks", [(16, 24, 40), (0, 0, 0), (16, 0, 0)])
+def test_layers_in_one_launch_are_those_of_several(lnc, ranks):
+    sizes = {"ranks": ranks, "positions": (3, 90), "M": 2, "bias": True, "head_norm": True}
+    _, operands, options = check_layer(("trn2", lnc), torch.bfloat16, **sizes, storage="fp8")
+    x, added, norms, rotary, (caches,), positions, *weights = operands
+
+    def launched(x, added, caches):
+        n, kernel = len(caches), on(decoder_layer_decode, lnc)
+        many = [each * n for each in weights]
+        return nc.simulate(kernel, x, added, norms * n, rotary, caches, positions, *many, **options)
+
+    def cloned():
+        return tuple(cache.clone() for cache in caches)
+
+    apart, together = [cloned(), cloned()], (cloned(), cloned())
+    one = launched(x, added, (apart[0],))
+    other = launched(*one.outputs[:2], (apart[1],))
+    both = launched(x, added, together)
+    assert all(map(torch.equal, both.outputs[:2], other.outputs[:2]))
+    for own, found in zip(apart, together, strict=True):
+        assert all(map(torch.equal, own, found))
 
 
 @pytest.mark.parametrize("storage", ["fp8", "int8"])
@@ -133,7 +161,7 @@ def test_no_order_of_two_cores_changes_a_value(heads, ranks):
 
 def test_sums_of_few_columns_are_exchanged_at_once():
     """Four column groups in one DMA: those of query, key, value, output, gate, up and down."""
-    done = check_layer(("trn2", 2), torch.float32, ranks=(512, 512, 512))
+    done, _, _ = check_layer(("trn2", 2), torch.float32, ranks=(512, 512, 512))
     assert done.profile.opcodes["sendrecv"] == 2 * 7
 
 

@@ -1,6 +1,8 @@
-"""A layer of a decoder in one launch, decode phase: the next weights come while a stage waits."""
+"""Layers of a decoder in one launch, decode phase: the next weights come while a stage waits."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from neuronmm_ops.kernels.attention.decode import attend, check_operands, load_table
 from neuronmm_ops.kernels.attention.heads import HeadNorm, Rotation
@@ -108,17 +110,115 @@ class Stage(nl.NKIObject):
         meet(out_hbm)
 
 
+class Layer(nl.NKIObject):
+    """A layer's operands: norms, caches, biases, and the stages of its Linears."""
+
+    def __init__(
+        self,
+        norms: tuple[NkiTensor, ...],
+        caches: tuple[NkiTensor, ...],
+        biases: tuple[NkiTensor, ...],
+        qkv: Stage,
+        output: Stage,
+        mlp: Stage,
+    ) -> None:
+        self.norms = norms
+        self.k_cache = caches[0]
+        self.v_cache = caches[1]
+        self.qkv = qkv
+        self.output = output
+        self.mlp = mlp
+        self.biases: list[NkiTensor | None] = [None, None, None]
+        for n in range(len(biases)):
+            self.biases[n] = biases[n]
+
+
+class Decoding(nl.NKIObject):
+    """What all layers share: positions, tables of RoPE, and compile-time options."""
+
+    def __init__(
+        self,
+        positions: NkiTensor,
+        rotary: tuple[NkiTensor, ...],
+        activation: str,
+        eps: float,
+        window: int,
+    ) -> None:
+        self.positions_hbm = positions
+        self.rotary = rotary
+        self.activation = activation
+        self.eps = eps
+        self.window = window
+        load_table()
+        self.positions = Positions(positions)
+
+    def attention(self, layer: Layer, x: NkiTensor, residual: NkiTensor | None) -> list[NkiTensor]:
+        """What attention adds to the stream [B M, H], and the stream before it, of every core."""
+        tokens, H = x.shape
+        qkv, output = layer.qkv, layer.output
+        B, kv, d, T = layer.k_cache.shape
+        shape = Shape(B, qkv.out_features // d - 2 * kv, kv, d, T, tokens // B)
+        before = Residual(x, residual, qkv.ranges(H), qkv.lanes(tokens), qkv.group)
+        qkv_hbm = nl.ndarray((tokens, qkv.out_features), dtype=x.dtype, buffer=nl.shared_hbm)
+        check_operands(shape, qkv_hbm, self.rotary[0], layer.v_cache, self.positions_hbm)
+        normed = before.normed(layer.norms[0], self.eps, qkv.own())
+        qkv.write(qkv_hbm, [normed], layer.biases)
+        stream_hbm = nl.ndarray((tokens, H), dtype=x.dtype, buffer=nl.private_hbm)
+        before.store(stream_hbm)
+        norms: list[HeadNorm] = []
+        if len(layer.norms) == 4:
+            norms.append(HeadNorm(layer.norms[2], layer.norms[3], shape.heads, self.eps))
+        cos, sin = self.rotary[0], self.rotary[1]
+        rotation = Rotation(cos, sin, min(PARTITIONS, shape.heads + kv), norms)
+        mixed_hbm = nl.ndarray((tokens, shape.heads * d), dtype=x.dtype, buffer=nl.shared_hbm)
+        k_cache, v_cache = layer.k_cache, layer.v_cache
+        attend(mixed_hbm, qkv_hbm, k_cache, v_cache, self.positions, shape, rotation, self.window)
+        meet(mixed_hbm)
+        part, width = output.ranges(shape.heads * d)[output.own()], output.knobs.k_chunk
+        lanes = output.lanes(tokens)
+        mixed = chunks_of(mixed_hbm, part, 0, width, x.dtype, None, lanes, output.group)
+        added_hbm = nl.ndarray((tokens, H), dtype=x.dtype, buffer=nl.shared_hbm)
+        output.write(added_hbm, mixed, [None])
+        return [added_hbm, stream_hbm]
+
+    def mlp(self, layer: Layer, x: NkiTensor, residual: NkiTensor, last: bool) -> list[NkiTensor]:
+        """As `attention`, of the MLP; of the last layer the stream is in shared HBM."""
+        tokens, H = x.shape
+        mlp, own_knobs = layer.mlp, layer.mlp.knobs
+        after = Residual(x, residual, mlp.ranges(H), mlp.lanes(tokens), mlp.group)
+        knobs = MlpKnobs(
+            own_knobs.linear,
+            self.activation,
+            own_knobs.inner_block,
+            own_knobs.k_chunk,
+            own_knobs.spill,
+        )
+        normed = after.normed(layer.norms[1], self.eps, mlp.own())
+        out_hbm = nl.ndarray((tokens, H), dtype=x.dtype, buffer=nl.shared_hbm)
+        if mlp.low_rank:
+            write_gated(out_hbm, [normed], mlp.us, mlp.vs, knobs)
+        else:
+            write_dense_mlp(out_hbm, [[normed]], mlp.vs, knobs)
+        if not last:
+            meet(out_hbm)
+        buffer = nl.shared_hbm if last else nl.private_hbm
+        stream_hbm = nl.ndarray((tokens, H), dtype=x.dtype, buffer=buffer)
+        if not last or nl.program_id(0) == 0:
+            after.store(stream_hbm)
+        return [out_hbm, stream_hbm]
+
+
 @jit
 def decoder_layer_decode(
     x: NkiTensor,
     residual: NkiTensor | None,
-    norms: tuple[NkiTensor, ...],
+    norms: tuple[tuple[NkiTensor, ...], ...],
     rotary: tuple[NkiTensor, ...],
-    caches: tuple[NkiTensor, ...],
+    caches: tuple[tuple[NkiTensor, ...], ...],
     positions: NkiTensor,
-    matrices: tuple[NkiTensor | None, ...],
-    scales: tuple[NkiTensor | None, ...] = (),
-    biases: tuple[NkiTensor, ...] = (),
+    matrices: tuple[tuple[NkiTensor | None, ...], ...],
+    scales: tuple[tuple[NkiTensor | None, ...], ...] = (),
+    biases: tuple[tuple[NkiTensor, ...], ...] = (),
     activation: str = "silu",
     eps: float = 1e-6,
     window: int = 0,
@@ -126,8 +226,8 @@ def decoder_layer_decode(
     output_knobs: tuple[int, ...] = (1024, 0, 0, 0, 1024, 0, 1024, 1024, 16384, 0),
     mlp_knobs: tuple[int, ...] = (512, 0, 2048, 0, 1280, 1, 1024, 2048, 16384, 0),
     fingerprint: str = "",
-) -> tuple[NkiTensor, NkiTensor, NkiTensor, NkiTensor]:
-    """A pre-norm layer of M new tokens a sequence; every byte of weights and caches loaded once.
+) -> tuple[Any, ...]:
+    """Pre-norm layers of M new tokens a sequence; every byte of weights and caches loaded once.
 
     Dimensions:
         B: sequences. M: new tokens of each, 1 to 8; B M up to 128. H: features of the stream.
@@ -136,15 +236,16 @@ def decoder_layer_decode(
     Args:
         x: [B M, H], what the layer before adds to the stream.
         residual: [B M, H], the stream before that, or None where x is all of it.
-        norms: [H] before attention and [H] before the MLP; or these and [head_dim] of query and
-            of key heads.
+        norms: of each layer, [H] before attention and [H] before the MLP; or these and [head_dim]
+            of query and of key heads.
         rotary: cos and sin, [B M, head_dim] of the tokens' positions.
-        caches: keys [B, kv_heads, head_dim, T] and values [B, kv_heads, T, head_dim], finite.
+        caches: of each layer, keys [B, kv_heads, head_dim, T] and values
+            [B, kv_heads, T, head_dim], finite.
         positions: int32 [B], where the first new token of a sequence is written.
-        matrices: u and v of each Linear in the order of `LINEARS`, of a dense one None and the
-            weight; query, key and value are of one kind, and so are gate, up and down.
+        matrices: of each layer, u and v of each Linear in the order of `LINEARS`, of a dense one
+            None and the weight; query, key and value are of one kind, and so are gate, up and down.
         scales: float32, of each matrix in one byte as in the kernels of ops; or none.
-        biases: of query, key and value, dtype of x; or none.
+        biases: of query, key and value of each layer, dtype of x; or none.
         activation: "silu", "gelu", "gelu_tanh" or "relu".
         eps: of all norms.
         window: tokens that a query sees, its own included; 0 for all.
@@ -156,67 +257,43 @@ def decoder_layer_decode(
         fingerprint: of all kernels' source, for caches that know one function's alone; not read.
 
     Returns:
-        What the MLP adds to the stream [B M, H] and the stream before that, as `x` and `residual`
-        of the next layer, in shared HBM; and the two caches.
+        What the last MLP adds to the stream [B M, H] and the stream before that, as `x` and
+        `residual` of the next layer, in shared HBM; and the caches, keys and values of each layer.
 
     Notes:
         Rounding is that of the ops' kernels: the stream, normed tokens, query, key and value,
         attention's output, low-rank features and act(gate) * up are rounded to the dtype of x.
-        Query, key and value, attention's output and that of the projection pass through HBM; the
-        norms are computed by every core, in the layout that TensorE takes.
+        Query, key and value, attention's output and that of both halves of a layer pass through
+        HBM; the norms are computed by every core, in the layout that TensorE takes.
 
     Pseudocode:
-        s = x + residual;  q, k, v = norm(s) . pairs
-        a = attention(rope(q), rope(k), v), which writes k and v to the caches
-        s = s + a . pair;  out = mlp(norm(s))
+        for each layer:
+            s = x + residual;  q, k, v = norm(s) . pairs
+            a = attention(rope(q), rope(k), v), which writes k and v to the caches
+            residual = s + a . pair;  x = mlp(norm(residual))
     """
-    TOKENS, H = x.shape
-    assert TOKENS <= PARTITIONS, f"at most {PARTITIONS} tokens, got {TOKENS}"
-    count = 2 * len(LINEARS)
-    assert len(matrices) == count, f"matrices must be {count}, got {len(matrices)}"
-    k_cache, v_cache = caches
-    B, kv, d, T = k_cache.shape
-    qkv = Stage(matrices[0:6], scales[0:6], x.dtype, StageKnobs(qkv_knobs))
-    output = Stage(matrices[6:8], scales[6:8], x.dtype, StageKnobs(output_knobs))
-    mlp = Stage(matrices[8:14], scales[8:14], x.dtype, StageKnobs(mlp_knobs))
-    shape = Shape(B, qkv.out_features // d - 2 * kv, kv, d, T, TOKENS // B)
-    load_table()
-    of_qkv: list[NkiTensor | None] = [None, None, None]
-    for n in range(len(biases)):
-        of_qkv[n] = biases[n]
-    before = Residual(x, residual, qkv.ranges(H), qkv.lanes(TOKENS), qkv.group)
-    qkv_hbm = nl.ndarray((TOKENS, qkv.out_features), dtype=x.dtype, buffer=nl.shared_hbm)
-    qkv.write(qkv_hbm, [before.normed(norms[0], eps, qkv.own())], of_qkv)
-    stream_hbm = nl.ndarray((TOKENS, H), dtype=x.dtype, buffer=nl.private_hbm)
-    before.store(stream_hbm)
-    check_operands(shape, qkv_hbm, rotary[0], v_cache, positions)
-    head_norms: list[HeadNorm] = []
-    if len(norms) == 4:
-        head_norms.append(HeadNorm(norms[2], norms[3], shape.heads, eps))
-    rotation = Rotation(rotary[0], rotary[1], min(PARTITIONS, shape.heads + kv), head_norms)
-    mixed_hbm = nl.ndarray((TOKENS, shape.heads * d), dtype=x.dtype, buffer=nl.shared_hbm)
-    attend(mixed_hbm, qkv_hbm, k_cache, v_cache, Positions(positions), shape, rotation, window)
-    meet(mixed_hbm)
-    added_hbm = nl.ndarray((TOKENS, H), dtype=x.dtype, buffer=nl.shared_hbm)
-    part = output.ranges(shape.heads * d)[output.own()]
-    width, lanes = output.knobs.k_chunk, output.lanes(TOKENS)
-    mixed = chunks_of(mixed_hbm, part, 0, width, x.dtype, None, lanes, output.group)
-    output.write(added_hbm, mixed, [None])
-    after = Residual(added_hbm, stream_hbm, mlp.ranges(H), mlp.lanes(TOKENS), mlp.group)
-    out_hbm = nl.ndarray((TOKENS, H), dtype=x.dtype, buffer=nl.shared_hbm)
-    residual_hbm = nl.ndarray((TOKENS, H), dtype=x.dtype, buffer=nl.shared_hbm)
-    own_knobs = mlp.knobs
-    knobs = MlpKnobs(
-        own_knobs.linear, activation, own_knobs.inner_block, own_knobs.k_chunk, own_knobs.spill
-    )
-    normed = after.normed(norms[1], eps, mlp.own())
-    if mlp.low_rank:
-        write_gated(out_hbm, [normed], mlp.us, mlp.vs, knobs)
-    else:
-        write_dense_mlp(out_hbm, [[normed]], mlp.vs, knobs)
-    if nl.program_id(0) == 0:
-        after.store(residual_hbm)
-    return out_hbm, residual_hbm, k_cache, v_cache
+    tokens, count = x.shape[0], 2 * len(LINEARS)
+    assert tokens <= PARTITIONS, f"at most {PARTITIONS} tokens, got {tokens}"
+    decoding = Decoding(positions, rotary, activation, eps, window)
+    streams: list[Any] = [x, residual]
+    outputs: list[NkiTensor] = []
+    for n in range(len(norms)):
+        own, own_scales = matrices[n], scales[n] if len(scales) > 0 else ()
+        assert len(own) == count, f"matrices of a layer must be {count}, got {len(own)}"
+        layer = Layer(
+            norms[n],
+            caches[n],
+            biases[n] if len(biases) > 0 else (),
+            Stage(own[0:6], own_scales[0:6], x.dtype, StageKnobs(qkv_knobs)),
+            Stage(own[6:8], own_scales[6:8], x.dtype, StageKnobs(output_knobs)),
+            Stage(own[8:14], own_scales[8:14], x.dtype, StageKnobs(mlp_knobs)),
+        )
+        added = decoding.attention(layer, streams[0], streams[1])
+        streams = decoding.mlp(layer, added[0], added[1], n + 1 == len(norms))
+        outputs.extend([layer.k_cache, layer.v_cache])
+    found = [streams[0], streams[1]]
+    found.extend(outputs)
+    return tuple(found)
 
 
 def meet(hbm: NkiTensor) -> None:
