@@ -47,3 +47,15 @@ def test_what_is_not_decided_says_why(errors, most, reasons):
     found = [each.reason for each in solved(errors, most)]
     for reason, expected in zip(found, reasons, strict=True):
         assert expected is None or reason[: len(expected) or None] == expected
+
+
+def test_a_search_that_fits_nothing_decides_nothing():
+    moves = (lambda values, ratio: values * (ratio, 1.0),)
+    misfit = np.array([0.0, 0.0, 0.2, -0.2])
+    for off, word in ((0.0, ""), (1.0, "no values fit better than")):
+        problem = LeastSquares(
+            *(("first", "second"), lambda values, off=off: TIMES @ (values - 1.3) + off * misfit),
+            *(np.full(2, 0.2), np.full(2, 5.0), 2, moves),
+        )
+        assert all(each.reason.startswith(word) for each in solve(problem, np.ones(2)))
+        assert all(bool(each.reason) == bool(word) for each in solve(problem, np.ones(2)))

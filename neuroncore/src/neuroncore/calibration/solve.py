@@ -15,8 +15,10 @@ KNOWN = 0.05
 _TRIES, _DIFFERENCE, _SETTLED, _NO_EFFECT = 20, 1e-3, 1e-5, 1e-4
 _TOGETHER = 0.5
 """Correlation from which a constant is a partner of another."""
+_STARTS, _FITS, _MISFIT = 4, 1.1, 1.3
+"""Of a search: how many, as long as the error is so many times the noise; of what is no fit."""
 _WIDE = np.geomspace(0.4, 2.5, 31)
-_NARROW = (np.geomspace(0.92, 1.08, 9), np.geomspace(0.98, 1.02, 9))
+_NARROW = (np.geomspace(0.84, 1.19, 13), np.geomspace(0.95, 1.05, 9), np.geomspace(0.985, 1.015, 7))
 
 Values = np.ndarray
 """Constants, each over its scale."""
@@ -68,7 +70,9 @@ def solve(problem: LeastSquares, start: Values) -> list[Estimate]:
     np.fill_diagonal(together, 0.0)
     found: list[Estimate] = []
     for i, (value, reason) in enumerate(zip(values, mute, strict=True)):
-        if value in (problem.low[i], problem.high[i]):
+        if problem.moves and rms(now) > _MISFIT * NOISE:
+            reason = f"no values fit better than {rms(now):.1%}"
+        elif value in (problem.low[i], problem.high[i]):
             reason = "times ask for more or less than is tried"
         elif not reason and plus_minus[i] > KNOWN * value:
             k = int(np.argmax(together[i]))
@@ -103,19 +107,30 @@ def _descended(problem: LeastSquares, values: Values) -> Values:
 
 
 def _searched(problem: LeastSquares, values: Values) -> Values:
-    """By trying all of the range of the first move, then near the best."""
-    values = _best(problem, values, problem.moves[0], _WIDE)
-    for ratios in _NARROW:
-        values = _descended(problem, values)
-        for move in problem.moves:
-            values = _best(problem, values, move, ratios)
-    return values
+    """By trying all of the range of the first move, then in its valleys, until one fits."""
+
+    def error(some: Values) -> float:
+        return rms(problem.errors(some))
+
+    wide = _moved(problem, values, problem.moves[0], _WIDE)
+    errors = [math.inf, *map(error, wide), math.inf]
+    valleys = [i for i in range(len(wide)) if errors[i] > errors[i + 1] <= errors[i + 2]]
+    found: list[Values] = []
+    for start in [wide[i] for i in sorted(valleys, key=lambda i: errors[i + 1])[:_STARTS]]:
+        near = start
+        for ratios in _NARROW:
+            near = _descended(problem, near)
+            for move in problem.moves:
+                near = min([near, *_moved(problem, near, move, ratios)], key=error)
+        found.append(near)
+        if error(near) < _FITS * NOISE:
+            break
+    return min(found, key=error)
 
 
-def _best(problem: LeastSquares, values: Values, move: Move, ratios: np.ndarray) -> Values:
+def _moved(problem: LeastSquares, values: Values, move: Move, ratios: np.ndarray) -> list[Values]:
     tried = [move(values, ratio) for ratio in ratios]
-    within = [v for v in tried if np.all((problem.low <= v) & (v <= problem.high))]
-    return min([values, *within], key=lambda some: rms(problem.errors(some)))
+    return [v for v in tried if np.all((problem.low <= v) & (v <= problem.high))]
 
 
 def _jacobian(problem: LeastSquares, values: Values) -> np.ndarray:
