@@ -103,14 +103,13 @@ class Visible(nl.NKIObject):
     def score(self, block: CacheBlock, token_sb: NkiTensor) -> NkiTensor:
         """The score of a block's token in its group: whole where the group has the token."""
         score_sb = nl.ndarray((PARTITIONS, 1), dtype=nl.float32)
-        shares = float(block.groups)
         if block.groups == 1:
             nisa.tensor_scalar(score_sb, token_sb, nl.subtract, float(block.start))
             return score_sb
         nisa.scalar_tensor_tensor(
             score_sb, token_sb, nl.subtract, float(block.start), nl.subtract, self.lanes.group_sb
         )
-        nisa.tensor_scalar(score_sb, score_sb, nl.multiply, 1.0 / shares)
+        nisa.tensor_scalar(score_sb, score_sb, nl.multiply, 1.0 / block.groups)
         return score_sb
 
 

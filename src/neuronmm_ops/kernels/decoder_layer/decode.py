@@ -23,7 +23,7 @@ LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
 
 
 class StageKnobs(nl.NKIObject):
-    """Knobs of the Linears that read the same activations, from a tuple in the order of `names`."""
+    """Knobs of the Linears that read the same activations, from a tuple as the kernel takes it."""
 
     def __init__(self, values: tuple[int, ...]) -> None:
         self.k_chunk = values[0]

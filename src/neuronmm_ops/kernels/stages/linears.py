@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk
-from neuronmm_ops.kernels.stages.decode import own, project, write_block
+from neuronmm_ops.kernels.stages.decode import again, own, project, write_block
 from neuronmm_ops.kernels.stages.stationary import project_turned, turned, write_turned
 from neuronmm_ops.kernels.stages.tiling import output_blocks
 from neuronmm_ops.kernels.stages.weights import DecodeWeight
@@ -97,6 +97,7 @@ def write_dense(
     weights: list[DecodeWeight],
     biases: list[NkiTensor | None],
     knobs: LinearKnobs,
+    resident: bool = True,
 ) -> None:
     """parts[n] = x . weights[n] + biases[n]; both cores have all of x, and share the columns.
 
@@ -106,6 +107,7 @@ def write_dense(
         weights: [K, N].
         biases: [N] or None.
         knobs: of all weights.
+        resident: x^T stays in SBUF; else x is loaded and transposed again for each block.
     """
     x_turned = turned(chunks) if knobs.stationary else []
     for n in range(len(weights)):
@@ -118,4 +120,5 @@ def write_dense(
             continue
         for j in range(len(blocks)):
             first, last = n + j == 0, ends and j + 1 == len(blocks)
-            write_block(to_hbm, chunks, w, bias, blocks[j], tile_bytes, first, last)
+            x_chunks = chunks if resident else again(chunks)
+            write_block(to_hbm, x_chunks, w, bias, blocks[j], tile_bytes, first, last)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
-from neuronmm_ops.kernels.stages.decode import again, own, write_block
-from neuronmm_ops.kernels.stages.stationary import turned, write_turned
-from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, check_pair, output_blocks
+from neuronmm_ops.kernels.stages.linears import LinearKnobs, write_dense
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, check_pair
 from neuronmm_ops.kernels.stages.weights import DecodeWeight, lanes_for, rows_of
 
 
@@ -69,12 +68,6 @@ def xw_decode(
     weight = DecodeWeight(w, x.dtype, w_scale, dma_cast)
     lanes = 0 if stationary else lanes_for([weight], M)
     chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype, None, lanes, weight.group)
-    blocks = output_blocks(own(w.shape[1]), block, last_block)
-    if stationary:
-        write_turned(out_hbm, turned(chunks), weight, bias, blocks, tile_bytes)
-        return out_hbm
-    for i in range(len(blocks)):
-        x_chunks = chunks if resident else again(chunks)
-        first, last = i == 0, i + 1 == len(blocks)
-        write_block(out_hbm, x_chunks, weight, bias, blocks[i], tile_bytes, first, last)
+    knobs = LinearKnobs(0, False, block, last_block, tile_bytes, stationary)
+    write_dense([out_hbm], chunks, [weight], [bias], knobs, resident)
     return out_hbm
