@@ -70,7 +70,8 @@ class Fault:
     @property
     def command(self) -> str:
         """The command line, for people."""
-        return " ".join(("neuronmm", *self.arguments))
+        program = "python benchmarks" if self.arguments[0] == "reproduce" else "neuronmm"
+        return " ".join((program, *self.arguments))
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,7 @@ def _problems(fault: Fault, code: int, out: str, err: str) -> Iterator[str]:
         return
     if code == 128 + signal.SIGPIPE:  # nobody reads, so that nothing is to say
         return
-    if len(lines) != 1 or not lines[0].startswith("neuronmm"):
+    if len(lines) != 1 or not lines[0].startswith(("neuronmm", "python benchmarks")):
         yield f"{len(lines)} lines on stderr"
 
 

@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from neuronmm_ops import SVDConfig
-from neuronmm_ops.models import SHAPES
-from neuronmm_ops.reproduce.config import (
+from benchmarks.reproduce.config import (
     PAPERS,
     Evaluate,
     Measured,
@@ -15,8 +13,10 @@ from neuronmm_ops.reproduce.config import (
     load,
     shipped,
 )
-from neuronmm_ops.reproduce.published import published
-from neuronmm_ops.reproduce.schema import read_table
+from benchmarks.reproduce.published import published
+from benchmarks.reproduce.schema import read_table
+from neuronmm_ops import SVDConfig
+from neuronmm_ops.models import SHAPES
 
 LEAST = """[model]
 id = "a"
