@@ -96,9 +96,9 @@ def check_layer(
     low = plain(lambda t: t.to(dtype), exact)
     for b, position in enumerate(positions):
         caches[0][b, ..., position:], caches[1][b, :, position:] = 1e3, 1e3
-    operands = [x, added, (tuple(norms),), (cos, sin), (tuple(caches),)]
-    operands += [torch.tensor(positions, dtype=torch.int32), (tuple(stored),)]
-    operands += [(scales,) if scales else (), (tuple(biases),) if biases else ()]
+    norms += [None] * (4 - len(norms))
+    operands = [x, added, cos, sin, torch.tensor(positions, dtype=torch.int32)]
+    operands += [tuple(each) for each in (norms, caches, stored, biases, scales)]
     options = {"target": target, "window": window, "eps": EPS, "schedules": schedules}
     done = nc.simulate(on(decoder_layer_decode, lnc), *operands, **options)
     out, stream, keys, values = done.outputs
@@ -125,20 +125,20 @@ def test_values(launch, ranks):
 def test_layers_in_one_launch_are_those_of_several(lnc, ranks):
     sizes = {"ranks": ranks, "positions": (3, 90), "M": 2, "bias": True, "head_norm": True}
     _, operands, options = check_layer(("trn2", lnc), torch.bfloat16, **sizes, storage="fp8")
-    x, added, norms, rotary, (caches,), positions, *weights = operands
+    x, added, cos, sin, positions, norms, caches, *weights = operands
 
     def launched(x, added, caches):
-        n, kernel = len(caches), on(decoder_layer_decode, lnc)
-        many = [each * n for each in weights]
-        return nc.simulate(kernel, x, added, norms * n, rotary, caches, positions, *many, **options)
+        n, kernel = len(caches) // 2, on(decoder_layer_decode, lnc)
+        many = [norms * n, caches, *[each * n for each in weights]]
+        return nc.simulate(kernel, x, added, cos, sin, positions, *many, **options)
 
     def cloned():
         return tuple(cache.clone() for cache in caches)
 
     apart, together = [cloned(), cloned()], (cloned(), cloned())
-    one = launched(x, added, (apart[0],))
-    other = launched(*one.outputs[:2], (apart[1],))
-    both = launched(x, added, together)
+    one = launched(x, added, apart[0])
+    other = launched(*one.outputs[:2], apart[1])
+    both = launched(x, added, (*together[0], *together[1]))
     assert all(map(torch.equal, both.outputs[:2], other.outputs[:2]))
     for own, found in zip(apart, together, strict=True):
         assert all(map(torch.equal, own, found))

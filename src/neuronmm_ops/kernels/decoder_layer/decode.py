@@ -22,8 +22,15 @@ LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
 """Order of the Linears among the operands."""
 
 
+KNOBS = (
+    *("k_chunk", "dma_cast", "inner_block", "spill"),
+    *("rank_block", "fuse", "block", "last_block", "tile_bytes", "stationary"),
+)
+"""Of a stage, as the ops' kernels have them; it does not read what its Linears have no use for."""
+
+
 class StageKnobs(nl.NKIObject):
-    """Knobs of the Linears that read the same activations, from a tuple as the kernel takes it."""
+    """Knobs of the Linears that read the same activations, from a tuple in the order of `KNOBS`."""
 
     def __init__(self, values: tuple[int, ...]) -> None:
         self.k_chunk = values[0]
@@ -115,9 +122,9 @@ class Layer(nl.NKIObject):
 
     def __init__(
         self,
-        norms: tuple[NkiTensor, ...],
+        norms: tuple[NkiTensor | None, ...],
         caches: tuple[NkiTensor, ...],
-        biases: tuple[NkiTensor, ...],
+        biases: tuple[NkiTensor | None, ...],
         qkv: Stage,
         output: Stage,
         mlp: Stage,
@@ -166,7 +173,7 @@ class Decoding(nl.NKIObject):
         stream_hbm = nl.ndarray((tokens, H), dtype=x.dtype, buffer=nl.private_hbm)
         before.store(stream_hbm)
         norms: list[HeadNorm] = []
-        if len(layer.norms) == 4:
+        if not is_none(layer.norms[2]):
             norms.append(HeadNorm(layer.norms[2], layer.norms[3], shape.heads, self.eps))
         cos, sin = self.rotary[0], self.rotary[1]
         rotation = Rotation(cos, sin, min(PARTITIONS, shape.heads + kv), norms)
@@ -212,13 +219,14 @@ class Decoding(nl.NKIObject):
 def decoder_layer_decode(
     x: NkiTensor,
     residual: NkiTensor | None,
-    norms: tuple[tuple[NkiTensor, ...], ...],
-    rotary: tuple[NkiTensor, ...],
-    caches: tuple[tuple[NkiTensor, ...], ...],
+    cos: NkiTensor,
+    sin: NkiTensor,
     positions: NkiTensor,
-    matrices: tuple[tuple[NkiTensor | None, ...], ...],
-    scales: tuple[tuple[NkiTensor | None, ...], ...] = (),
-    biases: tuple[tuple[NkiTensor, ...], ...] = (),
+    norms: tuple[NkiTensor | None, ...],
+    caches: tuple[NkiTensor, ...],
+    matrices: tuple[NkiTensor | None, ...],
+    biases: tuple[NkiTensor | None, ...] = (),
+    scales: tuple[NkiTensor | None, ...] = (),
     activation: str = "silu",
     eps: float = 1e-6,
     window: int = 0,
@@ -229,6 +237,8 @@ def decoder_layer_decode(
 ) -> tuple[Any, ...]:
     """Pre-norm layers of M new tokens a sequence; every byte of weights and caches loaded once.
 
+    Tuples have what one layer has after what the layer before it has.
+
     Dimensions:
         B: sequences. M: new tokens of each, 1 to 8; B M up to 128. H: features of the stream.
         T: tokens that the caches have room for.
@@ -236,22 +246,21 @@ def decoder_layer_decode(
     Args:
         x: [B M, H], what the layer before adds to the stream.
         residual: [B M, H], the stream before that, or None where x is all of it.
-        norms: of each layer, [H] before attention and [H] before the MLP; or these and [head_dim]
-            of query and of key heads.
-        rotary: cos and sin, [B M, head_dim] of the tokens' positions.
-        caches: of each layer, keys [B, kv_heads, head_dim, T] and values
-            [B, kv_heads, T, head_dim], finite.
+        cos: of RoPE, [B M, head_dim] of the tokens' positions.
+        sin: as cos.
         positions: int32 [B], where the first new token of a sequence is written.
-        matrices: of each layer, u and v of each Linear in the order of `LINEARS`, of a dense one
-            None and the weight; query, key and value are of one kind, and so are gate, up and down.
-        scales: float32, of each matrix in one byte as in the kernels of ops; or none.
-        biases: of query, key and value of each layer, dtype of x; or none.
+        norms: of a layer [H] before attention, [H] before the MLP, and [head_dim] of query and of
+            key heads, or None.
+        caches: of a layer keys [B, kv_heads, head_dim, T] and values [B, kv_heads, T, head_dim],
+            finite.
+        matrices: of a layer u and v of each Linear in the order of `LINEARS`, of a dense one None
+            and the weight; query, key and value are of one kind, and so are gate, up and down.
+        biases: of a layer those of query, key and value, dtype of x, or None; or none at all.
+        scales: float32, of each of `matrices` in one byte as in the kernels of ops; or none at all.
         activation: "silu", "gelu", "gelu_tanh" or "relu".
         eps: of all norms.
         window: tokens that a query sees, its own included; 0 for all.
-        qkv_knobs: k_chunk, dma_cast, inner_block, spill, rank_block, fuse, block, last_block,
-            tile_bytes and stationary of the ops' kernels; what query, key and value have none of
-            is not read, nor is k_chunk: what a norm makes is one chunk.
+        qkv_knobs: `KNOBS` of query, key and value. k_chunk of what a norm makes is not read.
         output_knobs: of the output projection.
         mlp_knobs: of the MLP.
         fingerprint: of all kernels' source, for caches that know one function's alone; not read.
@@ -274,26 +283,33 @@ def decoder_layer_decode(
     """
     tokens, count = x.shape[0], 2 * len(LINEARS)
     assert tokens <= PARTITIONS, f"at most {PARTITIONS} tokens, got {tokens}"
-    decoding = Decoding(positions, rotary, activation, eps, window)
+    assert len(matrices) % count == 0, f"a layer has {count} matrices, got {len(matrices)} in all"
+    layers = len(matrices) // count
+    decoding = Decoding(positions, (cos, sin), activation, eps, window)
     streams: list[Any] = [x, residual]
     outputs: list[NkiTensor] = []
-    for n in range(len(norms)):
-        own, own_scales = matrices[n], scales[n] if len(scales) > 0 else ()
-        assert len(own) == count, f"matrices of a layer must be {count}, got {len(own)}"
+    for n in range(layers):
+        own, own_scales = part_of(matrices, n, layers), part_of(scales, n, layers)
         layer = Layer(
-            norms[n],
-            caches[n],
-            biases[n] if len(biases) > 0 else (),
+            part_of(norms, n, layers),
+            part_of(caches, n, layers),
+            part_of(biases, n, layers),
             Stage(own[0:6], own_scales[0:6], x.dtype, StageKnobs(qkv_knobs)),
             Stage(own[6:8], own_scales[6:8], x.dtype, StageKnobs(output_knobs)),
             Stage(own[8:14], own_scales[8:14], x.dtype, StageKnobs(mlp_knobs)),
         )
         added = decoding.attention(layer, streams[0], streams[1])
-        streams = decoding.mlp(layer, added[0], added[1], n + 1 == len(norms))
+        streams = decoding.mlp(layer, added[0], added[1], n + 1 == layers)
         outputs.extend([layer.k_cache, layer.v_cache])
     found = [streams[0], streams[1]]
     found.extend(outputs)
     return tuple(found)
+
+
+def part_of(operands: tuple[Any, ...], n: int, layers: int) -> tuple[Any, ...]:
+    """The n-th layer's part of the operands of all layers."""
+    each = len(operands) // layers
+    return operands[n * each : (n + 1) * each]
 
 
 def meet(hbm: NkiTensor) -> None:
