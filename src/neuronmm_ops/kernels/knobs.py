@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from neuroncore.hardware import DMA_SATURATED_BYTES, PARTITIONS, PSUM_BANKS, Engine
 from neuronmm_ops.kernels.stages.tiling import (
@@ -23,7 +23,7 @@ from neuronmm_ops.kernels.stages.tiling import (
 if TYPE_CHECKING:
     from neuronmm_ops.kernels.problem import Problem
 
-Arguments = dict[str, int | bool | str]
+Arguments = dict[str, Any]
 Axis = Sequence[Arguments] | Callable[[Arguments], Sequence[Arguments]]
 """Values of a knob, or of knobs that go together; or what makes them of the present arguments."""
 WIDTHS = (512, 1024, 2048, 4096)

@@ -17,7 +17,7 @@ from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, core_span
 from neuronmm_ops.storages import BY_DTYPE, COMPUTES, WeightStorage, matrix_bytes
 
 Phase = Literal["prefill", "decode"]
-Block = int | bool | str
+Block = int | bool | str | tuple[int, ...]
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 Matrices = tuple[tuple[int, ...], ...]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from neuronmm_ops.ops.definitions import SPECS
+from neuronmm_ops.ops.layered import LayeredSpec
 from neuronmm_ops.ops.products import rows
 from neuronmm_ops.ops.spec import FLOAT_DTYPES, OpSpec, Options, Results
 from neuronmm_ops.storages import dequantized, size_of, storage_of
@@ -50,7 +51,7 @@ def register(spec: OpSpec) -> None:
         lambda *args: derivatives(*spec.complete(args, {})),
         "FuncTorchDynamicLayerFrontMode",
     )
-    for key in AUTOCAST_KEYS:
+    for key in () if isinstance(spec, LayeredSpec) else AUTOCAST_KEYS:
         LIBRARY.impl(spec.name, _autocast(spec, key), key)
 
 
@@ -58,8 +59,11 @@ def _fake(spec: OpSpec) -> Callable[..., Results]:
     """The op on tensors without values: its checks, and the shapes of its results."""
 
     def fake(*args: Any) -> Results:
-        spec.check(*args)
-        return spec.returned([args[0].new_empty(shape) for shape in spec.result_shapes(args)])
+        given = spec.complete(args, {})
+        own = spec.of(given)
+        own.check(*given)
+        shapes = own.result_shapes(own.split(given)[0])
+        return spec.returned([args[0].new_empty(shape) for shape in shapes])
 
     return fake
 

@@ -20,7 +20,7 @@ from neuronmm_ops.storages import COMPUTES, STORAGES, WeightStorage, size_of, st
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LEADING = "..."
 Values = tuple[str, ...] | float
-"""Of an argument that is no tensor: the strings that it may be, or a float's default."""
+"""Of an argument that is no tensor: the strings that it may be, or a number's default."""
 Options = tuple[str | float, ...]
 Results = Tensor | tuple[Tensor, ...] | None
 _WHICH = {-1: "last", -2: "first"}
@@ -39,12 +39,14 @@ class Operand(NamedTuple):
             fp32 vector `<factor>_scale` that multiplies the columns of a one-byte factor's product,
             "integer" int32 numbers that are read at run time, "state" what is changed in place.
         optional: may be None; x stands for an activation that is.
+        group: of an op on layers, the list of its schema that has this operand of each layer.
     """
 
     name: str
     shape: str
     role: Literal["activation", "factor", "vector", "bias", "scale", "integer", "state"] = "factor"
     optional: bool = False
+    group: str = ""
 
     @property
     def sizes(self) -> tuple[str, ...]:
@@ -93,12 +95,15 @@ class OpSpec:
             `outputs`, and x [M, K]; None for each that `needs` does not want. None where the op has
             no gradient, as one with a state.
         choices: arguments after the operands: strings, each with its values, the default first, and
-            floats, each with its default.
+            numbers, each with its default.
         outputs: the last size of each result `[..., N]`; `N_a+N_b` lie side by side in one.
         is_scaled: whether factors may be in one byte, with `scales` after the choices and then the
             choice `compute`.
+        computes: values of that choice.
         cuts: names of the sizes that ranks may divide between them; `N` stands for all sizes of
             `outputs`.
+        rule: raises ValueError for arguments, in the order of the schema, which shapes and dtypes
+            alone do not refuse.
 
     Raises:
         ValueError: an op with a state has a gradient or a cut.
@@ -111,7 +116,9 @@ class OpSpec:
     choices: Mapping[str, Values] = field(default_factory=dict[str, Values])
     outputs: tuple[str, ...] = ("N",)
     is_scaled: bool = False
+    computes: tuple[str, ...] = COMPUTES
     cuts: tuple[str, ...] = ()
+    rule: Callable[..., None] | None = None
 
     def __post_init__(self) -> None:
         if self.states and (self.backward or self.cuts):
@@ -167,28 +174,54 @@ class OpSpec:
     @cached_property
     def options(self) -> Mapping[str, Values]:
         """The choices, and `compute`."""
-        return {**self.choices, "compute": COMPUTES} if self.is_scaled else self.choices
+        return {**self.choices, "compute": self.computes} if self.is_scaled else self.choices
 
     # --- calls -----------------------------------------------------------------------------------
 
     @property
     def schema(self) -> str:
         """The schema, as `torch.library` takes it."""
+        tensors = tuple([self.declared(place) for place in range(len(self.tensors))])
+        return self.schema_of(self.joined(tensors, self.declared_options))
 
-        def argument(place: int) -> str:
-            operand = self.tensors[place]
-            kind = f"Tensor(a{place}!)" if place in self.states else "Tensor"
-            return f"{kind}? {operand.name}=None" if operand.optional else f"{kind} {operand.name}"
-
-        tensors = tuple([argument(place) for place in range(len(self.tensors))])
-        pairs = zip(self.options, self.defaults, strict=True)
-        options = [
-            f'str {name}="{value}"' if isinstance(value, str) else f"float {name}={value}"
-            for name, value in pairs
-        ]
+    def schema_of(self, arguments: Sequence[str]) -> str:
+        """The schema of all arguments."""
         results = ", ".join(["Tensor"] * len(self.outputs))
         results = results if len(self.outputs) == 1 else f"({results})"
-        return f"{self.name}({', '.join(self.joined(tensors, tuple(options)))}) -> {results}"
+        return f"{self.name}({', '.join(arguments)}) -> {results}"
+
+    def declared(self, place: int) -> str:
+        """A tensor in the schema."""
+        operand = self.tensors[place]
+        kind = f"Tensor(a{place}!)" if place in self.states else "Tensor"
+        return f"{kind}? {operand.name}=None" if operand.optional else f"{kind} {operand.name}"
+
+    @property
+    def declared_options(self) -> tuple[str, ...]:
+        """The options in the schema."""
+        pairs = zip(self.options, self.defaults, strict=True)
+        return tuple(
+            [
+                f'str {name}="{value}"'
+                if isinstance(value, str)
+                else f"{type(value).__name__} {name}={value}"
+                for name, value in pairs
+            ]
+        )
+
+    def of(self, args: tuple[Any, ...]) -> OpSpec:
+        """The op on what a call has: of an op on layers, that of so many."""
+        del args
+        return self
+
+    def listed(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """The tensors as kernels take them."""
+        return tensors
+
+    def planned(self, tensors: Sequence[Any]) -> list[tuple[Operand, list[Tensor]]]:
+        """What a plan is for: each operand that is given, of as many layers as have it."""
+        given = zip(self.operands, tensors, strict=False)
+        return [(operand, [tensor]) for operand, tensor in given if tensor is not None]
 
     def complete(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """All arguments of a call in the order of the schema, the default where one is missing."""
@@ -311,7 +344,7 @@ class OpSpec:
                 f"{self.name}: dtype must be bfloat16, float16, float32 or float64, got {x.dtype}; "
                 "cast x and the weights"
             )
-        first = tensors[self.factors[0]] if self.factors else x
+        first = self.first_factor(tensors)
         is_stored = self.is_scaled and storage_of(first.dtype) is not None
         for operand, tensor in zip(self.operands[1:], tensors[1:], strict=False):
             like = first if is_stored and operand.role == "factor" else x
@@ -322,14 +355,17 @@ class OpSpec:
                 raise TypeError(f"{self.name}: {operand.name} must be {dtype}, got {tensor.dtype}")
             like = tensor if operand.role == "integer" else like
             raise TypeError(self._unlike(x, like, operand.name, tensor))
-        for operand, scale in zip(self.scales, tensors[len(self.operands) :], strict=False):
-            self._check_scale(x, first, operand.name, scale)
+        scales = zip(self.factors, self.scales, tensors[len(self.operands) :], strict=False)
+        for place, operand, scale in scales:
+            factor = None if tensors[place] is None else first
+            self._check_scale(x, factor, operand.name, scale)
         for place in self.activations[1:]:
             self._check_leading(x, self.operands[place].name, tensors[place])
         for rule in self._equal_sizes:
             _, left, left_dim, right, right_dim, is_vector = rule
             a, b = x if tensors[left] is None else tensors[left], tensors[right]
-            if b is None:
+            is_missing = tensors[left] is None and left not in self.activations
+            if b is None or is_missing:
                 continue
             size, shape = size_of(a)[left_dim], size_of(b)
             is_unfit = is_vector and len(shape) != len(self.tensors[right].sizes)
@@ -340,6 +376,13 @@ class OpSpec:
             if is_unfit:
                 raise ValueError(self._unequal(rule, a, b, a is x))
         self._check_options(options, first.dtype)
+        if self.rule is not None:
+            self.rule(*args)
+
+    def first_factor(self, tensors: Sequence[Any]) -> Tensor:
+        """The first factor that is given, x where there is none."""
+        given = (tensors[place] for place in self.factors)
+        return next((factor for factor in given if factor is not None), tensors[0])
 
     def _check_dimensions(self, operand: Operand, tensor: Tensor | None) -> None:
         """Refuse other dimensions than the names, and other sizes than the numbers of a shape."""
@@ -358,8 +401,12 @@ class OpSpec:
         """Refuse unknown values, and to round x to fp8 beside factors of another `dtype`."""
         for (name, values), value in zip(self.options.items(), chosen, strict=True):
             if not isinstance(values, tuple):
-                if not isinstance(value, float):
-                    raise TypeError(f"{self.name}: {name} must be a float, got {value!r}")
+                kind = type(values)
+                if not isinstance(value, kind):
+                    article = "an" if kind is int else "a"
+                    raise TypeError(
+                        f"{self.name}: {name} must be {article} {kind.__name__}, got {value!r}"
+                    )
             elif value not in values:
                 raise ValueError(
                     f"{self.name}: {name} must be one of {', '.join(values)}; got {value!r}"
@@ -373,13 +420,16 @@ class OpSpec:
                 f"got {dtype}; use compute={COMPUTES[0]!r}"
             )
 
-    def _check_scale(self, x: Tensor, factor: Tensor, name: str, scale: Tensor | None) -> None:
+    def _check_scale(
+        self, x: Tensor, factor: Tensor | None, name: str, scale: Tensor | None
+    ) -> None:
         """Refuse one-byte factors without scales, scales of others, and those not in fp32."""
-        needed = storage_of(factor.dtype) is not None
+        needed = factor is not None and storage_of(factor.dtype) is not None
+        found = "no factor" if factor is None else f"factors in {factor.dtype}"
         if (scale is not None) != needed:
             raise ValueError(
                 f"{self.name}: factors in {_dtypes(STORAGES.values())} have scales, "
-                f"others have none, got factors in {factor.dtype} and "
+                f"others have none, got {found} and "
                 + (f"no {name}; pass it" if needed else f"{name}; leave it out")
             )
         if scale is not None and scale.dtype != torch.float32:

@@ -16,7 +16,7 @@ from neuronmm_ops.kernels import problems
 from neuronmm_ops.kernels.problem import Matrices, Other, Plan, Problem
 from neuronmm_ops.kernels.problems import mlp_matrices, qkv_matrices
 from neuronmm_ops.plan import cache
-from neuronmm_ops.plan.search import find_plan, traced_again
+from neuronmm_ops.plan.search import find_plan, stages_of, traced_again
 
 __all__ = [
     "MAX_INSTRUCTIONS",
@@ -174,10 +174,13 @@ def plan_problem(
     key = cache.key_of(problem, max_instructions, device_loop=device_loop)
     plan = cache.load(problem, key)
     if plan is None:
+        stages = [plan_problem(stage) for stage in stages_of(problem)]
         with _searching:
             earlier = cache.load_earlier(problem, key)
             _log.info("searching the plan of %s", problem)
             plan = earlier and traced_again(earlier)
-            plan = plan or find_plan(problem, max_instructions, device_loop=device_loop)
+            plan = plan or find_plan(
+                problem, max_instructions, device_loop=device_loop, stages=stages
+            )
         cache.store(key, plan)
     return plan

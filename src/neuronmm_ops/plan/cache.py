@@ -100,7 +100,8 @@ def _plan(problem: Problem, entry: object) -> Plan | None:
         return None
     values: dict[str, Any] = {**entry}
     try:
-        values["blocks"] = tuple(values["blocks"].items())
+        blocks = [(k, tuple(v) if isinstance(v, list) else v) for k, v in values["blocks"].items()]
+        values["blocks"] = tuple(blocks)
         values["times_ms"], values["launches"] = map(
             tuple, (values["times_ms"], values["launches"])
         )

@@ -25,24 +25,27 @@ class TensorShape(NamedTuple):
     dtype: str
 
 
+Operand = TensorShape | tuple["Operand", ...] | None
+
+
 @dataclass(frozen=True)
 class PlannedKernel:
     """One launch of a kernel.
 
     Attributes:
         kernel: the function, on as many cores as it takes.
-        operands: its tensors in order; None where one is left out.
+        operands: its tensors in order, or tuples of them; None where one is left out.
         arguments: its compile-time arguments by name.
     """
 
     kernel: Kernel
-    operands: tuple[TensorShape | None, ...]
+    operands: tuple[Operand, ...]
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
-    def specs(self) -> list[TensorSpec | None]:
+    def specs(self) -> list[Any]:
         """The operands as the simulator takes them."""
-        return [o and TensorSpec(o.shape, dtype_of(o.dtype)) for o in self.operands]
+        return [_spec(operand) for operand in self.operands]
 
     def cost(self, target: str) -> Cost | None:
         """What one launch costs; None where the simulated core refuses it."""
@@ -68,9 +71,25 @@ def planned_kernels(plan: Plan) -> list[PlannedKernel]:
     kernel = simulated_kernel(problem.op, plan.kernel, problem.lnc)
     for tokens in plan.launches:
         specs = operands_of(replace(problem, M=tokens), kernel)
-        operands = tuple([spec and TensorShape(spec.shape, str(spec.dtype)) for spec in specs])
-        found.append(PlannedKernel(kernel, operands, plan.arguments))
+        found.append(PlannedKernel(kernel, shapes_of(specs), plan.arguments))
     return found
+
+
+def shapes_of(specs: Sequence[Any]) -> tuple[Operand, ...]:
+    """Operands of a launch, from those that the simulator takes."""
+    found: list[Operand] = []
+    for spec in specs:
+        is_list = isinstance(spec, tuple)
+        found.append(
+            shapes_of(spec) if is_list else spec and TensorShape(spec.shape, str(spec.dtype))
+        )
+    return tuple(found)
+
+
+def _spec(operand: Operand) -> Any:
+    if operand is None or isinstance(operand, TensorShape):
+        return operand and TensorSpec(operand.shape, dtype_of(operand.dtype))
+    return tuple([_spec(each) for each in operand])
 
 
 def quickest(choices: Sequence[PlannedKernel], target: str) -> PlannedKernel | None:

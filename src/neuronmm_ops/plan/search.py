@@ -65,11 +65,14 @@ class Candidate:
         return sum(cost.times_ms), cost.hbm_bytes, cost.sbuf_bytes, repr(self.arguments)
 
 
-def find_plan(problem: Problem, max_instructions: int, *, device_loop: bool) -> Plan:
+def find_plan(
+    problem: Problem, max_instructions: int, *, device_loop: bool, stages: Sequence[Plan] = ()
+) -> Plan:
     """The plan of a problem.
 
     Args:
         problem: what is planned.
+        stages: the plans of `stages_of` it.
         max_instructions: of a launch, beyond which it is split by its tokens, down to 128.
         device_loop: a longer launch loops over its tokens on the device, if that is shorter.
 
@@ -77,35 +80,44 @@ def find_plan(problem: Problem, max_instructions: int, *, device_loop: bool) -> 
         ValueError: nothing fits.
     """
     with alike_launches(), no_collection():
-        return _launched(problem, *best_candidate(problem), max_instructions, device_loop)
+        best = best_candidate(problem, tuple(stages))
+        return _launched(problem, *best, max_instructions, device_loop)
+
+
+def stages_of(problem: Problem) -> list[Problem]:
+    """Problems whose plans the knobs of this one are made of."""
+    module = import_module(f"neuronmm_ops.kernels.{problem.op}.knobs")
+    return module.stages(problem) if hasattr(module, "stages") else []
 
 
 @lru_cache(maxsize=256)
-def best_candidate(problem: Problem) -> tuple[Candidate, float]:
+def best_candidate(problem: Problem, stages: tuple[Plan, ...] = ()) -> tuple[Candidate, float]:
     """What one launch is quickest with, and its regret. Raises ValueError where nothing fits."""
     candidates: list[Candidate] = []
     for phase in ("decode", "prefill") if problem.M <= PARTITIONS else ("prefill",):
         small = problem.weight_elements <= FEW_WEIGHTS
         if not candidates or problem.M > DECODED_TOKENS or small:
-            candidates += _candidates(problem, phase)
+            candidates += _candidates(problem, phase, stages)
     if not candidates:
         raise ValueError(f"no plan of {problem} fits SBUF on {problem.target}; split K or N")
     return _chosen(candidates)
 
 
-def knobs_of(problem: Problem, phase: str) -> Sequence[Knobs]:
+def knobs_of(problem: Problem, phase: str, stages: Sequence[Plan] = ()) -> Sequence[Knobs]:
     """Knobs of the op's kernels of a phase."""
     module = import_module(f"neuronmm_ops.kernels.{problem.op}.knobs")
-    return getattr(module, phase)(problem) if hasattr(module, phase) else []
+    planned = [stage.arguments for stage in stages]
+    return getattr(module, phase)(problem, *planned) if hasattr(module, phase) else []
 
 
-def _candidates(problem: Problem, phase: str) -> list[Candidate]:
+def _candidates(problem: Problem, phase: str, stages: tuple[Plan, ...]) -> list[Candidate]:
     """Candidates that fit, with what they cost for all tokens."""
     halves = 1 + (problem.weight_elements > MANY_WEIGHTS)
     tokens = min(problem.M, problem.lnc * DESCENT_TOKENS // halves)
     ends = weighed(problem)
     part = replace(problem, M=tokens)
-    met = sorted(_met(part, phase, ends if part == problem else ()), key=lambda c: c.rank)
+    weighed_ends = ends if part == problem else ()
+    met = sorted(_met(part, phase, weighed_ends, stages), key=lambda c: c.rank)
     if tokens == problem.M:
         return met
     found: dict[object, Candidate] = {}
@@ -118,11 +130,12 @@ def _candidates(problem: Problem, phase: str) -> list[Candidate]:
 
 
 @lru_cache(maxsize=64)
-def _met(problem: Problem, phase: str, otherwise: tuple[str, ...]) -> tuple[Candidate, ...]:
+def _met(
+    problem: Problem, phase: str, otherwise: tuple[str, ...], stages: tuple[Plan, ...]
+) -> tuple[Candidate, ...]:
     """The candidates of all kernels of a phase; more tokens share those of a few."""
-    return tuple(
-        [c for knobs in knobs_of(problem, phase) for c in descend(problem, knobs, otherwise)]
-    )
+    every = knobs_of(problem, phase, stages)
+    return tuple([c for knobs in every for c in descend(problem, knobs, otherwise)])
 
 
 def descend(problem: Problem, knobs: Knobs, otherwise: Sequence[str] = ()) -> list[Candidate]:

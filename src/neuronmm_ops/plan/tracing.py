@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 from neuroncore import Kernel, NkiValidationError, TensorSpec, simulate
@@ -50,12 +51,17 @@ class Cost:
         )
 
 
-def operands_of(problem: Problem, kernel: Kernel) -> list[TensorSpec | None]:
+def operands_of(problem: Problem, kernel: Kernel) -> list[Any]:
     """Operands of a kernel in its order: x, `others` by name, weights and scales in turn.
+
+    Or as `operands` in the op's folder has them.
 
     Raises:
         ValueError: the kernel has no parameter of that name.
     """
+    own = import_module(f"neuronmm_ops.kernels.{problem.op}")
+    if hasattr(own, "operands"):
+        return own.operands(problem)
     x, storage = dtype_of(problem.dtype), problem.storage
     stored = dtype_of(storage.tensor_dtype) if storage else x
     shapes = [storage.shapes(*s) if storage else (s, ()) for s in problem.matrices]
@@ -63,7 +69,7 @@ def operands_of(problem: Problem, kernel: Kernel) -> list[TensorSpec | None]:
     first = TensorSpec((problem.M, problem.K), x)
     weights = iter([first, *[TensorSpec(shape, stored) for shape, _ in shapes]])
     scales = iter([TensorSpec(shape, dtype_of("float32")) for _, shape in shapes])
-    operands: list[TensorSpec | None] = []
+    operands: list[Any] = []
     for name, parameter in inspect.signature(kernel.func).parameters.items():
         if name in others:
             shape, dtype = others.pop(name)
@@ -139,7 +145,7 @@ def of_least_regret(times_ms: Sequence[tuple[float, ...]]) -> tuple[int, float]:
 
 def trace(
     kernel: Kernel,
-    operands: Sequence[TensorSpec | None],
+    operands: Sequence[Any],
     target: str,
     arguments: Arguments,
     otherwise: Sequence[str] = (),

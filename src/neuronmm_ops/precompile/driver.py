@@ -53,7 +53,7 @@ def _compile(request: dict[str, Any], directory: Path) -> None:
     from nki.framework.compiled import compile_kernel_to_nir
 
     kernel, lnc = getattr(import_module(request["module"]), request["kernel"]), request["lnc"]
-    operands = [each and np.zeros(each[0], dtype_of(each[1]).numpy) for each in request["operands"]]
+    operands = [_zeros(each) for each in request["operands"]]
     bound = inspect.signature(kernel.func).bind(*operands, **request["arguments"])
     bound.apply_defaults()
     options = CompileOptions(
@@ -78,6 +78,15 @@ def _compile(request: dict[str, Any], directory: Path) -> None:
     )
     if not (directory / NEFF).is_file():
         raise RuntimeError("the compiler ended without an error, and without a NEFF")
+
+
+def _zeros(described: Any) -> Any:
+    """An operand of the kernel, or a tuple of them, from what the request says of it."""
+    if described is None:
+        return None
+    if len(described) == 2 and isinstance(described[1], str):
+        return np.zeros(described[0], dtype_of(described[1]).numpy)
+    return tuple([_zeros(each) for each in described])
 
 
 if __name__ == "__main__":

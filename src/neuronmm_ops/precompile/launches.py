@@ -8,7 +8,7 @@ from typing import Any
 
 from neuroncore import NkiValidationError
 from neuronmm_ops.estimate.subject import Options, prepared
-from neuronmm_ops.plan.launches import PlannedKernel
+from neuronmm_ops.plan.launches import Operand, PlannedKernel, TensorShape
 
 DECODE_CACHE = 2048
 """Tokens that the cache of decode's attention holds at least."""
@@ -25,8 +25,8 @@ def launches_of(model: str, tokens: Sequence[int], options: Options) -> list[dic
 
     Returns:
         For each launch that differs from the others `components`, `tokens`, and what a driver
-        needs: `module`, `kernel`, `lnc`, `target`, `operands` (shape and dtype, or None) in the
-        kernel's order, and `arguments` by name.
+        needs: `module`, `kernel`, `lnc`, `target`, `operands` (shape and dtype, or a list of them,
+        or None) in the kernel's order, and `arguments` by name.
 
     Raises:
         ValueError: as `estimate.model.run`.
@@ -56,9 +56,16 @@ def _request(launch: PlannedKernel, target: str) -> dict[str, Any]:
         "kernel": launch.kernel.func.__name__,
         "lnc": launch.kernel.lnc,
         "target": target,
-        "operands": [each and [list(each.shape), each.dtype] for each in launch.operands],
+        "operands": [_described(each) for each in launch.operands],
         "arguments": launch.arguments,
     }
+
+
+def _described(operand: Operand) -> Any:
+    """Shape and dtype of a tensor, or those of each of a tuple."""
+    if operand is None or isinstance(operand, TensorShape):
+        return operand and [list(operand.shape), operand.dtype]
+    return [_described(each) for each in operand]
 
 
 def _add(values: list[Any], value: Any) -> None:

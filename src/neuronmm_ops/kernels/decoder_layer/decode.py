@@ -122,7 +122,7 @@ class Layer(nl.NKIObject):
 
     def __init__(
         self,
-        norms: tuple[NkiTensor | None, ...],
+        norms: tuple[Any, ...],
         caches: tuple[NkiTensor, ...],
         biases: tuple[NkiTensor | None, ...],
         qkv: Stage,

@@ -58,7 +58,7 @@ class Launch:
     choices: Mapping[str, str | float]
 
     @property
-    def arguments(self) -> dict[str, int | bool | str | float]:
+    def arguments(self) -> dict[str, Any]:
         """The kernel's compile-time arguments.
 
         vLLM-Neuron's compile cache keys a kernel by them and by its own function's source, not its
@@ -86,7 +86,9 @@ def implementation_of(spec: OpSpec, launcher: Launcher) -> Callable[..., Results
 
     @wraps(spec.reference)  # torch_neuronx reads an op's schema from its function's signature
     def implementation(*args: Any, **kwargs: Any) -> Results:
-        return launcher(spec, *spec.split(spec.complete(args, kwargs)))
+        given = spec.complete(args, kwargs)
+        own = spec.of(given)
+        return launcher(own, *own.split(given))
 
     return implementation
 
@@ -118,10 +120,9 @@ def launch_of(
             "cast x and the weights"
         )
     *lead, _ = static_shape(spec.name, x)
-    factor = tensors[spec.factors[0]] if spec.factors else x
-    assert factor is not None
-    storage = storage_of(factor.dtype)
-    shapes = [static_shape(spec.name, tensors[index]) for index in spec.factors]
+    storage = storage_of(spec.first_factor(tensors).dtype)
+    planned = [(operand, _most(spec.name, given)) for operand, given in spec.planned(tensors)]
+    shapes = [shape for operand, shape in planned if operand.role == "factor"]
     matrices = tuple([storage.size(*shape) if storage else shape for shape in shapes])
     if 0 in lead or any(0 in shape for shape in matrices):
         return None
@@ -132,11 +133,9 @@ def launch_of(
         compute=str(chosen.get("compute", "x")),
         others=tuple(
             [
-                _other(spec.name, operand, tensor)
-                for operand, tensor in zip(spec.operands, tensors, strict=False)
-                if tensor is not None
-                and operand.role not in ("factor", "bias")
-                and (tensor is not x or not matrices)
+                _other(operand, shape)
+                for n, (operand, shape) in enumerate(planned)
+                if operand.role not in ("factor", "bias") and (n > 0 or not matrices)
             ]
         ),
     )
@@ -150,9 +149,14 @@ def launch_of(
     )
 
 
-def _other(op: str, operand: Operand, tensor: Tensor) -> Other:
+def _most(op: str, tensors: list[Tensor]) -> tuple[int, ...]:
+    """The greatest sizes of an operand in any layer."""
+    shapes = [static_shape(op, each) for each in tensors]
+    return tuple([max(sizes) for sizes in zip(*shapes, strict=True)])
+
+
+def _other(operand: Operand, shape: tuple[int, ...]) -> Other:
     """A tensor as one of a problem's `others`."""
-    shape = static_shape(op, tensor)
     if operand.role == "activation":
         return operand.name, (-1, shape[-1]), ""
     return operand.name, shape, "int32" if operand.role == "integer" else ""
@@ -271,6 +275,7 @@ def call_kernel(
     def run(part: Launch, given: Tensors) -> Results:
         # A kernel reads row-major memory; factors may lie along their contraction.
         row_major = [tensor if tensor is None else tensor.contiguous() for tensor in given]
-        return (kernel_for or nki_kernel)(part.plan)(*row_major, **part.arguments)
+        kernel = (kernel_for or nki_kernel)(part.plan)
+        return kernel(*spec.listed(row_major), **part.arguments)
 
     return launch_parts(launch, tensors, run)

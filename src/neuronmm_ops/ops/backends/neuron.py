@@ -130,7 +130,8 @@ def _implementations() -> Implementations:
     assert nki_op is not None
     made: dict[str, Callable[..., Results]] = {}
     for op, spec in SPECS.items():
-        changed = {spec.operands[place].name for place in spec.states}
+        states = [spec.operands[place] for place in spec.states]
+        changed = {state.group or state.name for state in states}
         made[op] = nki_op(f"neuronmm_nki::{op}", mutates_args=changed)(calls[op])
     return made
 

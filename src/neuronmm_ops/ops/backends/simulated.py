@@ -114,6 +114,7 @@ def _simulate(launch: Launch, tensors: Tensors) -> Results:
 
     problem = launch.plan.problem
     kernel = simulated_kernel(problem.op, launch.plan.kernel, problem.lnc)
-    done = run(kernel, tensors, launch.arguments, RunSettings(problem.target))
+    operands = tuple(launch.spec.listed(tensors))
+    done = run(kernel, operands, launch.arguments, RunSettings(problem.target))
     _last[:] = [done.profile]
     return done.outputs

@@ -149,7 +149,8 @@ def _custom_call(
     planned already.
     """
     given = [tensor for tensor in tensors if tensor is not None]
-    signature = [(tensor.shape, tensor.dtype, tensor.device) for tensor in given]
+    # which are missing, too: two biases may be alike
+    signature = [each is not None and (each.shape, each.dtype, each.device) for each in tensors]
     key = (spec.name, choices, core(), _api_version, part and part.plan, *signature)
     try:
         computation = _computations.get(key)

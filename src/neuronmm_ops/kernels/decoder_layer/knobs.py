@@ -1,0 +1,97 @@
+"""What a search may vary of a layer's kernel: its stages' knobs, from those of their plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from neuronmm_ops.kernels.decoder_layer.decode import KNOBS
+from neuronmm_ops.kernels.decoder_layer.operands import stage_matrices
+from neuronmm_ops.kernels.knobs import Arguments, Knobs, core_part, even, inner_blocks
+
+if TYPE_CHECKING:
+    from neuronmm_ops.kernels.problem import Problem
+
+OPS = {3: ("xw", "mlp"), 6: ("svd_qkv", "svd_mlp"), 1: ("xw",), 2: ("xuv",)}
+"""By the matrices of a stage the op that it is by itself, and that of the MLP."""
+MOST_TOKENS = 8
+"""New tokens of a sequence that attention takes in a launch."""
+OTHERWISE = {"k_chunk": 1024, "inner_block": 512, "rank_block": 1024, "block": 1024} | {
+    "last_block": 1024, "tile_bytes": 16384,
+}  # fmt: skip
+"""Of a stage whose own kernel has no such argument."""
+
+
+def stages(problem: Problem) -> list[Problem]:
+    """The stages as problems of their own: query, key and value, output, MLP.
+
+    Raises:
+        ValueError: a sequence has more new tokens than a launch takes.
+    """
+    sequences = next(shape[0] for name, shape, _ in problem.others if name == "positions")
+    if MOST_TOKENS * sequences < problem.M:
+        raise ValueError(
+            f"decoder_layer takes 1 to {MOST_TOKENS} new tokens a sequence, got "
+            f"{problem.M // sequences}; run a prompt by the layers themselves"
+        )
+    found: list[Problem] = []
+    for name, matrices in stage_matrices(problem).items():
+        op = OPS[len(matrices)][name == "mlp"]
+        if len(matrices) == 3 and name == "qkv":
+            matrices = ((problem.K, sum([columns for _, columns in matrices])),)
+        found.append(replace(problem, op=op, matrices=matrices, others=()))
+    return found
+
+
+def decode(problem: Problem, *planned: Arguments) -> list[Knobs]:
+    """Knobs of `decoder_layer_decode`, of the arguments that the stages are planned with.
+
+    In one launch the stages share SBUF, and no stage waits for the one before to store its result:
+    smaller blocks of a stage fit more of the next one's weights.
+    """
+    names = [f"{name}_knobs" for name in stage_matrices(problem)]
+    start: Arguments = {
+        name: packed(arguments) for name, arguments in zip(names, planned, strict=True)
+    }
+    moving = {name: changed(values, stationary=0) for name, values in start.items()}
+    axes: list[Any] = []
+    for name, stage in zip(names, stages(problem), strict=True):
+        axes += [_Axis(name, each) for each in _axes(stage)]
+    return [Knobs("decoder_layer_decode", [start, moving], axes)]
+
+
+def packed(arguments: Arguments) -> tuple[int, ...]:
+    """A stage's knobs, from the arguments of its own kernel."""
+    named = {**arguments, "fuse": arguments.get("fuse_gate_up", arguments.get("fuse", 0))}
+    return tuple([int(named.get(name, OTHERWISE.get(name, 0))) for name in KNOBS])
+
+
+def changed(values: tuple[int, ...], **knobs: int) -> tuple[int, ...]:
+    """A stage's knobs with other values of some."""
+    pairs = zip(KNOBS, values, strict=True)
+    return tuple([int(knobs.get(name, value)) for name, value in pairs])
+
+
+class _Axis:
+    """Values of a stage's knobs, as an axis of the layer's."""
+
+    def __init__(self, name: str, values: Iterable[dict[str, int]]) -> None:
+        self.name, self.values = name, list(values)
+
+    def __call__(self, arguments: Arguments) -> Sequence[Arguments]:
+        own = arguments[self.name]
+        return [{self.name: changed(own, **value)} for value in self.values]
+
+
+def _axes(stage: Problem) -> list[list[dict[str, int]]]:
+    """What pays otherwise where a stage is one of several."""
+    K = core_part(stage, stage.K)
+    chunks = [{"k_chunk": even(K, size)} for size in (1024, 2048, 4096)]
+    tiles = [{"tile_bytes": size} for size in (16384, 8192, 4096)]
+    found = [[{"stationary": 0}], tiles]
+    if len(stage.ranks) > 1:
+        found.append([{"fuse": 0}, {"fuse": 1}])
+    if stage.inner:
+        found.append([{"inner_block": block} for block in inner_blocks(stage)])
+    return found if stage.op in ("svd_mlp", "mlp") else [*found, chunks]
