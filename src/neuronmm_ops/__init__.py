@@ -39,7 +39,16 @@ if TYPE_CHECKING:
     )
     from neuronmm_ops.eval import PerplexityResult, encode_documents, token_perplexity
     from neuronmm_ops.nn import SVDMLP, StoredLinear, SVDLinear
-    from neuronmm_ops.ops import last_profile, mlp, svd_mlp, svd_qkv, use_impl, xuv, xw
+    from neuronmm_ops.ops import (
+        decoder_layer,
+        last_profile,
+        mlp,
+        svd_mlp,
+        svd_qkv,
+        use_impl,
+        xuv,
+        xw,
+    )
 
 __version__ = "0.1.0"
 
@@ -64,6 +73,7 @@ __all__ = [
     "aligned_rank",
     "collect_moments",
     "compress_",
+    "decoder_layer",
     "encode_documents",
     "factorize",
     "last_profile",

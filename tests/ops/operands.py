@@ -106,7 +106,7 @@ PLAIN: dict[str, Callable[..., Tensor]] = {
     "svd_qkv": plain_svd_qkv,
 }
 """Each op written out in plain torch."""
-OPS = tuple(SPECS)
+OPS = tuple(op for op, spec in SPECS.items() if not spec.states)
 SIZES = {"K": 6, "K_up": 4, "I": 7, "N": 5, "r": 3, "r_gate": 3, "r_up": 4, "r_down": 5}
 SIZES |= {"r_query": 3, "r_key": 4, "r_value": 5, "N_query": 12, "N_key": 10, "N_value": 13}
 """Small sizes of the dimensions of the ops' operands, no two of one operand alike."""

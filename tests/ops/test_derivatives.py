@@ -6,6 +6,7 @@ from types import FrameType
 
 import pytest
 import torch
+from operands import OPS
 from quantized import random_factors
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -19,7 +20,7 @@ SIZES = {"K": 7, "K_up": 6, "N": 5, "I": 9, "N_query": 5, "N_key": 4, "N_value":
 }
 # torch's own forward mode imports its deprecated TorchScript.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-NAMES = pytest.mark.parametrize("name", SPECS)
+NAMES = pytest.mark.parametrize("name", OPS)
 
 
 def op(name: str):

@@ -16,6 +16,8 @@ import pytest
 import stand_ins
 import torch
 from commands import run
+from decoder_layers import cast
+from decoder_layers import operands as layer_operands
 from operands import (
     ACTIVATIONS,
     OPS,
@@ -38,6 +40,7 @@ import neuronmm_ops as nm
 from neuronmm_ops import kernels
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.ops.backends import neuron
+from neuronmm_ops.ops.definitions import SPECS
 
 PAIR = ((2, 3, 128), (128, 24), (24, 40), (40,))
 KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
@@ -162,7 +165,7 @@ def test_the_first_call_mode_offered_is_taken(machine, offers, lnc):
     dispatched("xuv", *xuv_tensors(3))
     assert neuron.call_mode() == CALL_MODES[offers] == expected == neuron.expected_call_mode()
     assert record.ops == (
-        [f"neuronmm_nki::{op}" for op in OPS] if CALL_MODES[offers] == "nki_op" else []
+        [f"neuronmm_nki::{op}" for op in SPECS] if CALL_MODES[offers] == "nki_op" else []
     )
     (call,) = record.calls
     assert call.mode == ("direct" if offers in ("direct", "nki_op alone") else "wrap_nki")
@@ -263,3 +266,17 @@ def test_a_compiled_graph_holds_the_kernels_node_for_each_prompt_length(compiled
 def test_a_size_that_only_the_data_tells_is_refused(compiled, offered):
     words = "xw: a kernel's shapes must be static, got [u0, 2]; pad to a fixed size"
     assert f"ValueError: {words}" in compiled[offered]["refusal"].splitlines()
+
+
+@pytest.mark.parametrize("offers", CALL_MODES)
+def test_layers_of_a_decoder_are_one_launch(machine, offers):
+    machine.nki()
+    machine.torch_neuronx(offers)
+    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn1")
+    given = layer_operands(torch.float32, (16, 0, 40), layers=2)
+    wanted = cast(given, torch.float32)
+    found = dispatched("decoder_layer", *SPECS["decoder_layer"].complete((), given))
+    assert len(record.calls) == 1
+    expected = [*nm.decoder_layer(**wanted), *wanted["caches"]]
+    for own, each in zip([*found, *given["caches"]], expected, strict=True):
+        torch.testing.assert_close(own, each, rtol=1e-4, atol=1e-4)

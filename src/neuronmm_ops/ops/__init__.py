@@ -1,10 +1,20 @@
-"""The ops `neuronmm::xuv`, `svd_mlp`, `svd_qkv` and `xw`. Imports torch only."""
+"""The ops `neuronmm::xuv`, `svd_mlp`, `decoder_layer` and their siblings. Imports torch only."""
 
 # The launchers of devices register their kernels.
 from neuronmm_ops.ops.backends import neuron as neuron
 from neuronmm_ops.ops.backends import xla as xla
 from neuronmm_ops.ops.backends.simulated import last_profile, use_impl
-from neuronmm_ops.ops.functional import mlp, svd_mlp, svd_qkv, xuv, xw
+from neuronmm_ops.ops.functional import decoder_layer, mlp, svd_mlp, svd_qkv, xuv, xw
 from neuronmm_ops.ops.gating import ACTIVATIONS
 
-__all__ = ["ACTIVATIONS", "last_profile", "mlp", "svd_mlp", "svd_qkv", "use_impl", "xuv", "xw"]
+__all__ = [
+    "ACTIVATIONS",
+    "decoder_layer",
+    "last_profile",
+    "mlp",
+    "svd_mlp",
+    "svd_qkv",
+    "use_impl",
+    "xuv",
+    "xw",
+]

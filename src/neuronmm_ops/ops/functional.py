@@ -1,6 +1,6 @@
 """Typed public wrappers: `neuronmm_ops.xuv(...)` and its siblings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ _XW = torch.ops.neuronmm.xw.default
 _MLP = torch.ops.neuronmm.mlp.default
 _SVD_MLP = torch.ops.neuronmm.svd_mlp.default
 _SVD_QKV = torch.ops.neuronmm.svd_qkv.default
+_DECODER_LAYER = torch.ops.neuronmm.decoder_layer.default
 
 
-def _call(op: Callable[..., Tensor], *args: Any) -> Tensor:
+def _call(op: Callable[..., Any], *args: Any) -> Any:
     """Call `op`, past its autograd kernel when nothing can want a gradient.
 
     Under `no_grad` a registered autograd formula still costs a second trip through Python (4 us);
@@ -264,3 +265,59 @@ def svd_qkv(
         *(u_query_scale, v_query_scale, u_key_scale, v_key_scale, u_value_scale, v_value_scale),
         compute,
     )
+
+
+def decoder_layer(
+    x: Tensor,
+    residual: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    norms: Sequence[Tensor | None],
+    caches: Sequence[Tensor],
+    matrices: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None] = (),
+    scales: Sequence[Tensor | None] = (),
+    activation: str = "silu",
+    eps: float = 1e-6,
+    window: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Pre-norm layers of a decoder for M new tokens a sequence as one op.
+
+    `neuronmm::decoder_layer` is one launch for norms, query, key and value, RoPE, attention,
+    output, residuals and the gated MLP of all layers that are given. A list has what one layer has
+    after what the layer before it has.
+    For inference: there is no gradient, and autocast leaves it as it is.
+
+    Args:
+        x: `[B, M, H]`, what the layer before adds to the stream; bf16, fp16 or fp32 (fp64 on CPU).
+            A NeuronCore takes 1 to 8 tokens of each of up to 128 in all.
+        residual: `[B, M, H]`, the stream before that; None where x is all of it.
+        cos: of RoPE, `[B, M, head_dim]`, dtype of x.
+        sin: as `cos`.
+        positions: int32 `[B]`, where the first new token of each sequence is written.
+        norms: of a layer `[H]` before attention, `[H]` before the MLP, and `[head_dim]` of query
+            and of key heads, or None.
+        caches: of a layer keys `[B, kv_heads, head_dim, T]` and values
+            `[B, kv_heads, T, head_dim]`, finite; changed in place.
+        matrices: of a layer u and v of query, key, value, output, gate, up and down, as in `xuv`;
+            of a dense one None and the weight `[in, out]`. Query, key and value are all pairs or
+            all dense, and so are gate, up and down.
+        biases: of a layer those of query, key and value, `[out]` or None; or none at all.
+        scales: of a layer those of `matrices` in one byte, as in `xuv`; or none at all.
+        activation: "silu", "gelu", "gelu_tanh" or "relu".
+        eps: of all norms.
+        window: tokens that a query sees, its own included; 0 for all.
+
+    Returns:
+        What the last MLP adds to the stream and the stream before that, each `[B, M, H]`, dtype of
+        x: `x` and `residual` of the next layer. Products, norms and scores are accumulated in fp32.
+
+    Raises:
+        ValueError: shapes do not fit, a token's place is outside a cache (checked where positions
+            are on a CPU), or Linears that must be of one kind are not.
+        TypeError: dtypes or devices differ, or the dtype is not supported.
+    """
+    lists = [list(each) for each in (norms, caches, matrices, biases, scales)]
+    first = (x, residual, cos, sin, positions)
+    return _call(_DECODER_LAYER, *first, *lists, activation, eps, window)

@@ -386,6 +386,8 @@ class OpSpec:
 
     def _check_dimensions(self, operand: Operand, tensor: Tensor | None) -> None:
         """Refuse other dimensions than the names, and other sizes than the numbers of a shape."""
+        if tensor is None and not operand.optional:
+            raise ValueError(f"{self.name}: {operand.name} must be a tensor, got None; pass it")
         if tensor is None or operand.role in ("activation", "bias"):
             return
         shape, sizes = list(tensor.shape), operand.sizes

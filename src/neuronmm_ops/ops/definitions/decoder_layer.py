@@ -1,26 +1,23 @@
 """`neuronmm::decoder_layer`: pre-norm layers of a decoder for a few new tokens, caches included."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from neuronmm_ops.ops.gating import ACTIVATIONS, gated
+from neuronmm_ops.ops.layered import LayeredSpec
 from neuronmm_ops.ops.products import affine, batched, flat
-from neuronmm_ops.ops.spec import FLOAT_DTYPES
-from neuronmm_ops.storages import STORAGES, size_of, storage_of
+from neuronmm_ops.ops.spec import Operand
+from neuronmm_ops.storages import COMPUTES, size_of
 
 LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
 """Order of the Linears among the operands."""
 STAGES = (LINEARS[:3], LINEARS[3:4], LINEARS[4:])
 """Linears that are of one kind: all of them pairs, or all dense, and stored alike."""
 
-_PER_LAYER = {"norms": 4, "caches": 2, "matrices": 14, "biases": 3, "scales": 14}
-_MAY_BE_EMPTY = ("biases", "scales")
-
 Tensors = Sequence[Tensor | None]
-Expected = tuple[str, tuple[int, ...], Tensor | None]
 
 
 class LinearOperands(NamedTuple):
@@ -74,65 +71,57 @@ def layers_of(
     """The operands of each layer, from the lists that hold those of all.
 
     Raises:
-        ValueError: lists are of other lengths, or a dense weight, a norm or a cache is missing.
+        ValueError: a dense weight is missing.
     """
-    given = {"norms": norms, "caches": caches, "matrices": matrices}
-    given |= {"biases": biases, "scales": scales}
-    count = max(1, len(matrices) // _PER_LAYER["matrices"])
-    for name, size in _PER_LAYER.items():
-        may_be_empty = name in _MAY_BE_EMPTY
-        if len(given[name]) != count * size and not (may_be_empty and not given[name]):
-            of_none = ", or none" if may_be_empty else ""
-            raise _refused(
-                f"{name} must hold {size} a layer{of_none}, {count * size} for {count} layers; "
-                f"got {len(given[name])}"
-            )
-
-    def own(name: str, number: int) -> Tensors:
-        size = _PER_LAYER[name]
-        return given[name][number * size : (number + 1) * size] or (None,) * size
-
+    count, pairs = len(caches) // 2, 2 * len(LINEARS)
+    biased = list(biases) or [None] * (3 * count)
+    scaled = list(scales) or [None] * (pairs * count)
     found: list[LayerOperands] = []
     for number in range(count):
-        pairs, pair_scales = own("matrices", number), own("scales", number)
         linears: dict[str, LinearOperands] = {}
         for n, name in enumerate(LINEARS):
-            v = pairs[2 * n + 1]
+            place = pairs * number + 2 * n
+            u, v = matrices[place : place + 2]
+            u_scale, v_scale = scaled[place : place + 2]
             if v is None:
-                raise _refused(f"layer {number}: {name} has no weight; pass v, or [in, out] itself")
-            bias = own("biases", number)[n] if n < _PER_LAYER["biases"] else None
-            u, u_scale, v_scale = pairs[2 * n], pair_scales[2 * n], pair_scales[2 * n + 1]
+                raise ValueError(
+                    f"decoder_layer: layer {number}: {name} has no weight; pass v, or [in, out] "
+                    "itself"
+                )
+            bias = biased[3 * number + n] if n < 3 else None
             linears[name] = LinearOperands(name, u, v, u_scale, v_scale, bias)
-        keys, values = own("caches", number)
-        if keys is None or values is None:
-            raise _refused(f"layer {number}: caches must be keys and values, got None; pass both")
-        found.append(LayerOperands(own("norms", number), keys, values, linears))
+        own_norms = norms[4 * number : 4 * number + 4]
+        keys, values = caches[2 * number : 2 * number + 2]
+        found.append(LayerOperands(own_norms, keys, values, linears))
     return found
 
 
 def reference(
     x: Tensor,
     residual: Tensor | None,
-    rotary: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
     positions: Tensor,
     norms: Tensors,
     caches: Sequence[Tensor],
     matrices: Tensors,
-    biases: Tensors = (),
+    biases: Tensors,
+    scales: Tensors,
     activation: str = "silu",
     eps: float = 1e-6,
     window: int = 0,
-    scales: Tensors = (),
+    compute: str = "x",
 ) -> tuple[Tensor, Tensor]:
     """Return what the last MLP adds to the stream [B, M, H], and the stream before that.
 
     Query, key and value are RoPE's in fp32, rounded once; scores and their softmax are fp32, the
     probabilities rounded to the caches' dtype; new keys and values are written to the caches.
     """
+    tensors = (x, residual, cos, sin, positions, norms, caches, matrices, biases, scales)
+    SPEC.check(*tensors, activation, eps, window, compute)
     layers = layers_of(norms, caches, matrices, biases, scales)
-    check(x, residual, rotary, positions, layers, activation, window)
     wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = [table.to(wide).unsqueeze(2) for table in rotary]
+    cos, sin = [table.to(wide).unsqueeze(2) for table in (cos, sin)]
     places = positions.unsqueeze(1) + torch.arange(x.shape[1], device=x.device)
     step = RopeAndPlaces(cos, sin, places, eps, window)
     added, stream = x, residual
@@ -202,53 +191,37 @@ def _rotated(heads: Tensor, weight: Tensor | None, step: RopeAndPlaces) -> Tenso
 # --- checks --------------------------------------------------------------------------------------
 
 
-def check(
+def rule(
     x: Tensor,
     residual: Tensor | None,
-    rotary: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
     positions: Tensor,
-    layers: Sequence[LayerOperands],
-    activation: str,
-    window: int,
+    norms: Tensors,
+    caches: Sequence[Tensor],
+    matrices: Tensors,
+    biases: Tensors,
+    scales: Tensors,
+    *options: object,
 ) -> None:
-    """Check the arguments of a call; positions where they are on a CPU and have values.
+    """What the sizes of operands do not say; of positions where they are on a CPU, with values.
 
     Raises:
-        ValueError: shapes or values do not fit, or Linears of a stage are of several kinds.
-        TypeError: dtypes or devices differ, or the dtype is not supported.
+        ValueError: as its message says.
     """
-    if x.dtype not in FLOAT_DTYPES:
-        raise _refused(f"dtype must be a float of 16 to 64 bits, got {x.dtype}; cast x", TypeError)
+    del residual, cos, sin
+    window = options[2]
+    assert isinstance(window, int)
     if x.dim() != 3:
         raise _refused(f"x must have shape [B, M, H], got {list(x.shape)}; reshape it")
-    if activation not in ACTIVATIONS:
-        raise _refused(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
     if window < 0:
         raise _refused(f"window must be 0, for all tokens, or more; got {window}")
-    if len(rotary) != 2:
-        raise _refused(f"rotary must be cos and sin, got {len(rotary)} tensors; pass both")
-    B, M, H = x.shape
+    layers, (B, M, H) = layers_of(norms, caches, matrices, biases, scales), x.shape
+    if len(positions) != B:
+        got = f"{len(positions)} for a batch of {B}"
+        raise _refused(f"positions must have one place a sequence; got {got}")
     for number, layer in enumerate(layers):
-        where = f"layer {number}: "
-        for name, shape, tensor in _expected(x, layer):
-            _check_tensor(where + name, shape, tensor, x)
-        heads, kv = [layer.linears[name].features[1] // layer.keys.shape[2] for name in LINEARS[:2]]
-        if kv < 1 or heads % kv:
-            raise _refused(f"{where}query heads must be a multiple of kv heads, got {heads}, {kv}")
-        if (layer.norms[2] is None) != (layer.norms[3] is None):
-            raise _refused(f"{where}norms of query and key heads come together; pass both, or None")
-        for names in STAGES:
-            _check_stage(where, [layer.linears[name] for name in names], x)
-    d = layers[0].keys.shape[2]
-    _check_tensor("residual", (B, M, H), residual, x)
-    for name, table in zip(("cos", "sin"), rotary, strict=True):
-        _check_tensor(name, (B, M, d), table, x)
-    if positions.dtype != torch.int32 or positions.device != x.device:
-        got = f"{positions.dtype} on {positions.device}"
-        raise _refused(f"positions must be torch.int32 on {x.device}, got {got}", TypeError)
-    if tuple(positions.shape) != (B,):
-        got = f"{list(positions.shape)} for a batch of {B}"
-        raise _refused(f"positions must have one place a sequence, [B]; got {got}")
+        _check_layer(f"layer {number}: ", layer, H)
     room = min(layer.keys.shape[3] for layer in layers)
     if room < M:
         raise _refused(f"caches must have room for {M} new tokens, got T = {room}; make T larger")
@@ -265,85 +238,72 @@ def has_values(tensor: Tensor) -> bool:
     return tensor.is_cpu and type(tensor) is Tensor and not torch.compiler.is_compiling()
 
 
-def _expected(
-    x: Tensor, layer: LayerOperands
-) -> Iterator[tuple[str, tuple[int, ...], Tensor | None]]:
-    """Name, shape and tensor, or None, of what has the dtype of x."""
-    if layer.keys.dim() != 4:
-        raise _refused(f"keys must be [B, kv_heads, d, T], got {list(layer.keys.shape)}")
-    (B, _, H), (_, kv, d, T) = x.shape, layer.keys.shape
-    yield "keys", (B, kv, d, T), layer.keys
-    yield "values", (B, kv, T, d), layer.values
-    for place, norm in enumerate(layer.norms[:2]):
-        if norm is None:
-            when = ("attention", "the MLP")[place]
-            raise _refused(f"the norm before {when} must be a tensor [H], got None; pass it")
-        yield "a norm of the stream", (H,), norm
-    for norm in layer.norms[2:]:
-        yield "a norm of heads", (d,), norm
-    inner = layer.linears["gate"].features[1]
-    heads = layer.linears["query"].features[1] // d * d
-    sizes = (H, heads), (H, kv * d), (H, kv * d), (heads, H), (H, inner), (H, inner), (inner, H)
-    for linear, size in zip(layer.linears.values(), sizes, strict=True):
-        if linear.features != size:
-            raise _refused(f"{linear.name} must be {list(size)}, got {list(linear.features)}")
-        yield f"bias of {linear.name}", size[1:], linear.bias
-
-
-def _check_tensor(name: str, shape: tuple[int, ...], tensor: Tensor | None, x: Tensor) -> None:
-    """Refuse another shape, or another dtype or device than x's."""
-    if tensor is None:
-        return
-    if tuple(tensor.shape) != shape:
-        raise _refused(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
-    if tensor.dtype != x.dtype or tensor.device != x.device:
-        got = f"{tensor.dtype} on {tensor.device}"
-        raise _refused(f"{name} must be {x.dtype} on {x.device}, got {got}; use .to()", TypeError)
-
-
-def _check_stage(where: str, stage: Sequence[LinearOperands], x: Tensor) -> None:
-    """Refuse Linears of several kinds, pairs that are none, and scales that do not fit."""
-    names = ", ".join(linear.name for linear in stage)
-    kinds = [(linear.u is None, linear.v.dtype, _dtype(linear.u)) for linear in stage]
-    if len(set(kinds)) > 1:
-        got = ", ".join(f"{'dense' if dense else 'pair'} {dtype}" for dense, dtype, _ in kinds)
-        raise _refused(f"{where}{names} must be all pairs or all dense, in one dtype; got {got}")
-    for linear in stage:
+def _check_layer(where: str, layer: LayerOperands, H: int) -> None:
+    """Refuse heads that do not fit caches, and Linears of several kinds in a stage."""
+    (_, kv, d, _), linears = layer.keys.shape, layer.linears
+    width, inner = linears["query"].features[1], linears["gate"].features[1]
+    if width % (kv * d):
+        raise _refused(
+            f"{where}query heads must be a multiple of kv heads, got {width} features for {kv} kv "
+            f"heads of {d}"
+        )
+    if (layer.norms[2] is None) != (layer.norms[3] is None):
+        raise _refused(f"{where}norms of query and key heads come together; pass both, or None")
+    sizes = (H, width), (H, kv * d), (H, kv * d), (width, H), (H, inner), (H, inner), (inner, H)
+    for linear, size in zip(linears.values(), sizes, strict=True):
         K, N = linear.features
-        if linear.u is not None:
-            r, rows = size_of(linear.u)[1], size_of(linear.v)[0]
-            if r != rows:
-                raise _refused(f"{where}{linear.name}: u has {r} columns, v {rows} rows")
-            if r >= min(K, N):
-                raise _refused(
-                    f"{where}{linear.name}: a pair's rank must be less than its features, got "
-                    f"rank {r} of [{K}, {N}]; make it dense"
-                )
-        for matrix, scale in ((linear.u, linear.u_scale), (linear.v, linear.v_scale)):
-            if matrix is not None:
-                _check_scale(where + linear.name, matrix, scale, x)
+        if size != (K, N):
+            raise _refused(f"{where}{linear.name} must be {list(size)}, got {[K, N]}")
+        if linear.u is not None and size_of(linear.u)[1] >= min(K, N):
+            raise _refused(
+                f"{where}{linear.name}: a pair's rank must be less than its features, got rank "
+                f"{size_of(linear.u)[1]} of {[K, N]}; make it dense"
+            )
+    for names in STAGES:
+        kinds = ["pair" if linears[name].u is not None else "dense" for name in names]
+        if len(set(kinds)) > 1:
+            raise _refused(
+                f"{where}{', '.join(names)} must be all pairs or all dense, got {', '.join(kinds)}"
+            )
 
 
-def _check_scale(name: str, matrix: Tensor, scale: Tensor | None, x: Tensor) -> None:
-    """Refuse a matrix of another dtype than x's or a storage's, and scales that do not fit."""
-    storage = storage_of(matrix.dtype)
-    if (storage is None and matrix.dtype != x.dtype) or matrix.device != x.device:
-        got = f"{matrix.dtype} on {matrix.device}"
-        wanted = f"{x.dtype}, or {', '.join(STORAGES)}, on {x.device}"
-        raise _refused(f"{name} must be {wanted}; got {got}; use .to()", TypeError)
-    wanted = None if storage is None else storage.shapes(*size_of(matrix))[1]
-    if (scale is None) != (wanted is None):
-        raise _refused(f"{name}: stored matrices have scales, others none; got {matrix.dtype}")
-    if scale is not None and tuple(scale.shape) != wanted:
-        raise _refused(f"{name}: the scale must be {wanted}, got {list(scale.shape)}")
-    if scale is not None and (scale.dtype, scale.device) != (torch.float32, x.device):
-        got = f"{scale.dtype} on {scale.device}"
-        raise _refused(f"{name}: the scale must be torch.float32 on {x.device}; {got}", TypeError)
+def _refused(why: str) -> ValueError:
+    return ValueError(f"decoder_layer: {why}")
 
 
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype
+# --- the op --------------------------------------------------------------------------------------
 
 
-def _refused(why: str, error: Callable[[str], Exception] = ValueError) -> Exception:
-    return error(f"decoder_layer: {why}")
+def _matrices() -> Iterator[Operand]:
+    widths = ("H", "A"), ("H", "C"), ("H", "C"), ("A", "H"), ("H", "I"), ("H", "I"), ("I", "H")
+    for name, (K, N) in zip(LINEARS, widths, strict=True):
+        yield Operand(f"u_{name}", f"{K} r_{name}", optional=True, group="matrices")
+        yield Operand(f"v_{name}", f"r_{name} {N}", optional=True, group="matrices")
+
+
+SPEC = LayeredSpec(
+    "decoder_layer",
+    operands=(
+        Operand("x", "... H", "activation"),
+        Operand("residual", "... H", "activation", optional=True),
+        Operand("cos", "... D", "activation"),
+        Operand("sin", "... D", "activation"),
+        Operand("positions", "B", "integer"),
+        Operand("input_norm", "H", "vector", group="norms"),
+        Operand("mlp_norm", "H", "vector", group="norms"),
+        Operand("query_norm", "D", "vector", optional=True, group="norms"),
+        Operand("key_norm", "D", "vector", optional=True, group="norms"),
+        Operand("key_cache", "B kv D t", "state", group="caches"),
+        Operand("value_cache", "B kv t D", "state", group="caches"),
+        *_matrices(),
+        Operand("bias_query", "A", "bias", optional=True, group="biases"),
+        Operand("bias_key", "C", "bias", optional=True, group="biases"),
+        Operand("bias_value", "C", "bias", optional=True, group="biases"),
+    ),
+    reference=reference,
+    choices={"activation": tuple(ACTIVATIONS), "eps": 1e-6, "window": 0},
+    outputs=("H", "H"),
+    is_scaled=True,
+    computes=COMPUTES[:1],
+    rule=rule,
+)
