@@ -76,14 +76,6 @@ def test_every_row_was_predicted_and_every_kernel_is_run(target):
         assert 0 < low <= row.time_us <= high
 
 
-def test_a_kept_prediction_keeps_its_arguments_where_they_fit():
-    case = programme.kernel_cases("trn2")[2]
-    kept = predictions.frozen().rows["trn2"][case.name]
-    assert predictions.predict(case, kept).arguments == kept.arguments
-    useless = replace(kept, arguments={"former": 1})
-    assert predictions.predict(case, useless) == predictions.predict(case)
-
-
 @pytest.mark.slow
 def test_a_dry_run_finds_the_launch_and_a_slower_machine(tmp_path):
     slow = SimulatedDevice("trn2", {"dma_engine_gbps": 11.5}, launch_us=17.0)
