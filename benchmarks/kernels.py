@@ -19,13 +19,13 @@ from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from benchmarks.cases import figure1 as paper
+from benchmarks.runner import run_all
 from neuroncore import NkiValidationError
 from neuroncore.hardware import resolve_target
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.estimate.baselines import neuronmm
 from neuronmm_ops.estimate.ends import ENDS, ratios_of, spread, times_at
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS
-from neuronmm_ops.measure.runner import run_all
 from neuronmm_ops.models import SHAPES, ModelShape, resolve_shape
 from neuronmm_ops.plan import Matrices, Problem, plan_problem
 from neuronmm_ops.plan.launches import PlannedKernel, TensorShape, planned_kernels

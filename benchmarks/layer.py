@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from benchmarks.runner import run_all
 from neuroncore import NkiValidationError, Profile, TensorSpec, simulate
 from neuroncore.dtypes import dtype_of
 from neuronmm_ops.compress.calibrate import Progress
@@ -12,7 +13,6 @@ from neuronmm_ops.estimate.attention import plan_attention
 from neuronmm_ops.estimate.ends import spread, times_at
 from neuronmm_ops.estimate.rms_norm import plan_rms_norm
 from neuronmm_ops.kernels.simulated import simulated_kernel
-from neuronmm_ops.measure.runner import run_all
 from neuronmm_ops.models import SHAPES, ModelShape
 from neuronmm_ops.plan import mlp_matrices, plan_op, qkv_matrices
 from neuronmm_ops.plan.launches import PlannedKernel, planned_kernels

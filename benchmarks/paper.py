@@ -4,11 +4,11 @@ from typing import Any
 
 from benchmarks.cases import paper
 from benchmarks.cases.figure1 import TARGET
+from benchmarks.runner import run_all
 from neuroncore import NkiValidationError, Profile
 from neuroncore.hardware import DMA_MODELS
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.estimate.launches import of_op
-from neuronmm_ops.measure.runner import run_all
 from neuronmm_ops.plan.launches import PlannedKernel, TensorShape
 
 RATIOS = {"time_ratio": "time_ms", "dma_ratio": "dma_ms", "hbm_ratio": "hbm_bytes"}

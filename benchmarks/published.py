@@ -8,11 +8,11 @@ from statistics import fmean
 from typing import Any, NamedTuple, get_args
 
 from benchmarks.cases import end_to_end, published
+from benchmarks.runner import run_all
 from neuroncore import NkiValidationError, Profile, simulate
 from neuroncore.hardware import DMA_MODELS, DmaModel, Engine
 from neuroncore.profile.metrics import active_ns
 from neuronmm_ops.compress.calibrate import Progress
-from neuronmm_ops.measure.runner import run_all
 
 FIELDS = (
     "name", "fact", "target", "measure", "engine", "group", "naive", "source",

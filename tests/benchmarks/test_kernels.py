@@ -10,14 +10,13 @@ import pytest
 from arrays import bf16, close, exact
 
 import neuroncore as nc
-from benchmarks import figure1_plot, kernels
+from benchmarks import figure1_plot, kernels, runner
 from benchmarks.baselines import matmul as published_matmuls
 from benchmarks.cases import figure1
 from benchmarks.cli import main
 from neuronmm_ops.estimate.baselines import matmul, neuronmm, tiles
 from neuronmm_ops.estimate.ends import ENDS, spread
 from neuronmm_ops.kernels import nki_kernel
-from neuronmm_ops.measure import runner
 from neuronmm_ops.plan import Problem, plan_op, plan_problem
 
 FIELDS = (

@@ -1,6 +1,5 @@
 """SVDConfig: what to compress, how far, and by which method."""
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ Tokens = int | Mapping[int, float] | tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class SVDConfig:
-    """How to compress a model. Frozen; serializes to versioned JSON.
+    """How to compress a model. Frozen; `to_dict` and `from_dict` are its versioned JSON.
 
     Args:
         ratio: nominal compression ratio, the fraction of the replaced matrices' parameters that is
@@ -245,22 +244,6 @@ class SVDConfig:
                 f"its fields are {', '.join(cls.__dataclass_fields__)}"
             )
         return cls(**values)
-
-    def to_json(self) -> str:
-        """Return the config as a JSON document."""
-        return json.dumps(self.to_dict(), indent=2)
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError: the text is no such document.
-        """
-        fields = json.loads(text)
-        if not isinstance(fields, dict):
-            raise ValueError(f"SVDConfig must be a JSON object, got {type(fields).__name__}")
-        return cls.from_dict(fields)
 
 
 def _checked_targets(targets: str | Iterable[str]) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neuronmm_ops.compress.calibrate import Progress
-from neuronmm_ops.measure.runner import run_all
 from neuronmm_ops.measure.timing import PairedTimes, copies_for, time_paired
 from neuronmm_ops.models import resolve_shape
 from neuronmm_ops.nn import SVDMLP, SVDLinear, relayout_
@@ -94,7 +93,12 @@ def run(
         if r is None:
             raise ValueError(f"no rank that is a multiple of {o.block} is smaller than [{K}, {N}]")
         cases.append(Comparison(op, M, K, N, r, o.dtype, o.rounds, with_gradients, o.storage))
-    return run_all("measure", measure, cases, progress)
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        rows.append(measure(case))
+        if progress is not None:
+            progress("measure", len(rows), len(cases))
+    return rows
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What measurements share: items measured in order, and processes of their own."""
+"""Processes of their own, for what must not share memory or a crash with the command."""
 
 from __future__ import annotations
 
@@ -7,52 +7,11 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from neuronmm_ops.compress.calibrate import Progress
-
-Item = TypeVar("Item")
 Result = TypeVar("Result")
-POOLED_FROM = 24
-"""Items; fewer are measured before processes for them would have started."""
-
-
-def run_all(
-    stage: str,
-    measure: Callable[[Item], Result],
-    items: Sequence[Item],
-    progress: Progress | None = None,
-    workers: int = 1,
-) -> list[Result]:
-    """Measure every item and return the results in order.
-
-    Args:
-        stage: name of the benchmark.
-        measure: called with one item; a function of a module, if there are several workers.
-        items: what is measured.
-        progress: called with (stage, items done, items in all) after each item.
-        workers: processes; one where there are fewer than `POOLED_FROM` items.
-    """
-    results: list[Result] = []
-    for result in _results(measure, items, workers):
-        results.append(result)
-        if progress is not None:
-            progress(stage, len(results), len(items))
-    return results
-
-
-def _results(
-    measure: Callable[[Item], Result], items: Sequence[Item], workers: int
-) -> Iterator[Result]:
-    if workers == 1 or len(items) < POOLED_FROM:
-        yield from map(measure, items)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=follow_parent) as pool:
-        yield from pool.map(measure, items)
 
 
 def in_own_process(what: str, function: Callable[..., Result], *arguments: Any) -> Result:

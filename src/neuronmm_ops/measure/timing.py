@@ -32,11 +32,6 @@ class PairedTimes:
         """Return the median time of a candidate in milliseconds."""
         return statistics.median(self.rounds_ms[name])
 
-    @property
-    def fastest_us(self) -> dict[str, float]:
-        """Microseconds of each candidate's fastest round: noise only ever adds time."""
-        return {f"{name}_us": 1e3 * min(times) for name, times in self.rounds_ms.items()}
-
     def speedup(self, name: str, baseline: str) -> float:
         """Return the median over rounds of `baseline`'s time divided by `name`'s."""
         pairs = zip(self.rounds_ms[baseline], self.rounds_ms[name], strict=True)
