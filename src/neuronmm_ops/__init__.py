@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         NonFiniteError,
     )
     from neuronmm_ops.eval import PerplexityResult, encode_documents, token_perplexity
-    from neuronmm_ops.nn import SVDMLP, StoredLinear, SVDLinear
+    from neuronmm_ops.nn import SVDMLP, StoredLinear, SVDLinear, fuse_decoder_, unfuse_
     from neuronmm_ops.ops import (
         decoder_layer,
         last_profile,
@@ -76,6 +76,7 @@ __all__ = [
     "decoder_layer",
     "encode_documents",
     "factorize",
+    "fuse_decoder_",
     "last_profile",
     "mlp",
     "set_compute_",
@@ -83,6 +84,7 @@ __all__ = [
     "svd_qkv",
     "swap_",
     "token_perplexity",
+    "unfuse_",
     "use_impl",
     "xuv",
     "xw",

@@ -2,6 +2,7 @@
 
 from neuronmm_ops.nn.compressed_linear import CompressedLinear
 from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linear, dense_linears
+from neuronmm_ops.nn.fused_decoder import fuse_decoder_, unfuse_
 from neuronmm_ops.nn.layout import relayout_
 from neuronmm_ops.nn.packed_linear import PackedLinear, pack_
 from neuronmm_ops.nn.pair import LinearPair
@@ -20,8 +21,10 @@ __all__ = [
     "StoredLinear",
     "dense_linear",
     "dense_linears",
+    "fuse_decoder_",
     "pack_",
     "relayout_",
     "shared_weights",
     "swap_modules_",
+    "unfuse_",
 ]

@@ -129,8 +129,12 @@ def gated_activation(module: nn.Module) -> str | None:
     kind = type(module)
     if kind.__name__ not in GATED_MLPS or not kind.__module__.startswith("transformers."):
         return None
-    name = type(getattr(module, "act_fn", None)).__name__
-    return _ACTIVATION_CLASSES.get(name)
+    return activation_name(getattr(module, "act_fn", None))
+
+
+def activation_name(module: object) -> str | None:
+    """Return what the ops call an activation of Transformers; None where they have it not."""
+    return _ACTIVATION_CLASSES.get(type(module).__name__)
 
 
 def _are_fusible(gate: Any, up: Any, down: Any, kind: type[CompressedLinear]) -> bool:

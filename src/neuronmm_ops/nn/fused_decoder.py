@@ -1,0 +1,271 @@
+"""Decoder layers of Transformers that decode by one op each, `neuronmm::decoder_layer`."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from neuronmm_ops.nn.bare import is_bare
+from neuronmm_ops.nn.decode_cache import decode_cache
+from neuronmm_ops.nn.stored_linear import StoredLinear
+from neuronmm_ops.nn.svd_linear import SVDLinear
+from neuronmm_ops.nn.svd_mlp import SVDMLP, activation_name, gated_activation
+from neuronmm_ops.nn.svd_qkv import PROJECTIONS, QKVProjection
+from neuronmm_ops.ops import decoder_layer
+from neuronmm_ops.ops.definitions.decoder_layer import LINEARS, LinearOperands
+
+FAMILIES = ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3")
+"""Whose decoder layers compute what the op does; classes of Transformers begin with these."""
+MAX_NEW = 8
+"""New tokens of a sequence that one call takes."""
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class DecoderOperands(NamedTuple):
+    """What a decoder layer gives the op, by reference to its parameters."""
+
+    norms: list[Tensor | None]
+    linears: list[LinearOperands]
+    activation: str
+    eps: float
+    window: int
+    head_dim: int
+
+    def run(
+        self, x: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor, caches: Sequence[Tensor]
+    ) -> Tensor:
+        """Return the layer's output for x `[B, M, H]`; its caches get the new tokens."""
+        cos, sin = [table.expand(len(x), -1, -1) for table in tables]
+        matrices = [m for linear in self.linears for m in (linear.u, linear.v)]
+        scales = [s for linear in self.linears for s in (linear.u_scale, linear.v_scale)]
+        window = self.window if self.window < caches[0].shape[3] else 0
+        added, stream = decoder_layer(
+            *(x, None, cos, sin, positions, self.norms, caches, matrices),
+            [linear.bias for linear in self.linears[:3]],
+            scales if any(scale is not None for scale in scales) else (),
+            *(self.activation, self.eps, window),
+        )
+        return stream + added
+
+
+def fuse_decoder_(model: M) -> M:
+    """Let each decoder layer of a model decode by one `neuronmm::decoder_layer`; return the model.
+
+    Layers of Llama, Mistral, Phi-3, Qwen2 and Qwen3 of Transformers, dense or compressed in any
+    way. A call with up to 8 new tokens a sequence and a StaticCache, after the prompt, is one op; a
+    prompt, or what needs gradients, passes through the modules as before. Parameters are used where
+    they are: names, checkpoints and `state_dict` stay. Prompts may be padded on the left. A padded
+    cache that the model has begun must be continued by it, not by what `unfuse_` left.
+
+    Args:
+        model: a causal LM, or a module that holds one; `generate` needs
+            `cache_implementation="static"`.
+
+    Raises:
+        ValueError: it has no such layer, or one that the op does not compute: an adapter or a hook,
+            a bias of the output projection or the MLP, RoPE of a part of each head, or several
+            kinds of Linears that read the same activations. The model is as before.
+    """
+    layers = {name: module for name, module in model.named_modules() if _family(module)}
+    if not layers:
+        raise ValueError(
+            f"fuse_decoder_ takes models of {', '.join(FAMILIES)}, got {type(model).__name__}; "
+            "run it as it is"
+        )
+    for name, layer in layers.items():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        others = parent.named_children() if isinstance(parent, nn.ModuleList) else ()
+        for other, module in others:
+            if not _family(module):
+                place = f"{name.rpartition('.')[0]}.{other}".lstrip(".")
+                raise ValueError(f"{place} is no decoder layer that fuses: {type(module).__name__}")
+        try:
+            _check(layer)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name} cannot be fused: {error}") from None
+    for layer in layers.values():
+        layer.forward = partial(_forward, layer)
+    return model
+
+
+def unfuse_(model: M) -> M:
+    """Undo `fuse_decoder_`; return the model."""
+    for module in model.modules():
+        if _is_fused(module):
+            del module.__dict__["forward"]
+    return model
+
+
+def _is_fused(layer: nn.Module) -> bool:
+    return getattr(layer.__dict__.get("forward"), "func", None) is _forward
+
+
+def _forward(
+    layer: Any,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    use_cache: bool | None = False,
+    position_embeddings: Any = None,
+    **options: Any,
+) -> Tensor:
+    """A fused decoder layer's forward, with the arguments of its class."""
+    number = layer.self_attn.layer_idx
+    held = None if past_key_values is None else decode_cache(past_key_values, number)
+    needs_modules = layer.training or torch.is_grad_enabled()
+    new = hidden_states.shape[1]
+    if held is not None and not needs_modules and new <= MAX_NEW and held.takes(new):
+        operands = _operands(layer)
+        positions = held.advance(new)
+        return operands.run(hidden_states, position_embeddings, positions, held.caches)
+    if held is not None:
+        held.restore()
+    output = type(layer).forward(
+        layer,
+        hidden_states,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        use_cache=use_cache,
+        position_embeddings=position_embeddings,
+        **options,
+    )
+    if held is not None:
+        with torch.no_grad():
+            held.take(attention_mask)
+    return output
+
+
+# --- what a layer holds --------------------------------------------------------------------------
+
+
+def _family(module: nn.Module) -> str:
+    """Return which of `FAMILIES` a decoder layer is of; empty for another module."""
+    kind = type(module)
+    name = kind.__name__.removesuffix("DecoderLayer")
+    is_ours = kind.__name__ != name and name in FAMILIES
+    return name if is_ours and kind.__module__.startswith("transformers.") else ""
+
+
+@torch.no_grad()
+def _check(layer: Any) -> None:
+    """Let the op check the operands of one token, without values."""
+    if "forward" in vars(layer) and not _is_fused(layer):
+        raise ValueError("its forward is replaced; remove the hooks, or load it on one device")
+    operands, weight = _operands(layer), layer.input_layernorm.weight
+    (H,), d = weight.shape, operands.head_dim
+    heads = operands.linears[1].features[1] // d
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        caches = [weight.new_empty(1, heads, d, 1), weight.new_empty(1, heads, 1, d)]
+        x, table = weight.new_empty(1, 1, H), weight.new_empty(1, 1, d)
+        place = torch.zeros(1, dtype=torch.int32, device=weight.device)
+        operands.run(x, (table, table), place, caches)
+
+
+def _operands(layer: Any) -> DecoderOperands:
+    """Return a decoder layer's operands.
+
+    Raises:
+        ValueError: the op does not compute what the layer does.
+    """
+    family, attention = _family(layer), layer.self_attn
+    if type(attention).__name__ != f"{family}Attention":
+        raise ValueError(f"self_attn is a {type(attention).__name__}, not {family}Attention")
+    config, d = attention.config, attention.head_dim
+    part = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    if part != 1.0:
+        raise ValueError(f"RoPE must rotate all of a head, got partial_rotary_factor {part}")
+    if attention.scaling != d**-0.5:
+        raise ValueError(f"scores must be scaled by head_dim**-0.5, got {attention.scaling}")
+    heads = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm, *heads]
+    for norm in norms:
+        if norm is not None and not (type(norm).__name__ == f"{family}RMSNorm" and is_bare(norm)):
+            raise ValueError(f"a norm is a {type(norm).__name__}, or has hooks; unwrap it")
+    (eps, *others) = {norm.variance_epsilon for norm in norms if norm is not None}
+    if others:
+        raise ValueError(f"norms must have one eps, got {eps} and {others[0]}")
+    activation = _activation(layer.mlp)
+    linears = [*_projections(attention, d), _linear(attention, "o_proj"), *_gated(layer.mlp)]
+    for linear in linears[3:]:
+        if linear.bias is not None:
+            raise ValueError(f"{linear.name} has a bias; the op has those of query, key and value")
+    window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+    if family == "Llama":
+        window = None
+    return DecoderOperands(
+        [None if norm is None else norm.weight for norm in norms],
+        [linear._replace(name=name) for name, linear in zip(LINEARS, linears, strict=True)],
+        activation,
+        eps,
+        window or 0,
+        d,
+    )
+
+
+def _projections(attention: Any, d: int) -> list[LinearOperands]:
+    """Query, key and value, apart or cut from one."""
+    if not hasattr(attention, "qkv_proj"):
+        return [_linear(attention, name) for name in PROJECTIONS]
+    config = attention.config
+    key = config.num_key_value_heads * d
+    return _cut(_linear(attention, "qkv_proj"), [config.num_attention_heads * d, key, key])
+
+
+def _gated(mlp: Any) -> list[LinearOperands]:
+    """Gate, up and down, the first two apart or cut from one."""
+    if not hasattr(mlp, "gate_up_proj"):
+        return [_linear(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
+    both = _linear(mlp, "gate_up_proj")
+    return [*_cut(both, [both.features[1] // 2] * 2), _linear(mlp, "down_proj")]
+
+
+def _cut(linear: LinearOperands, sizes: list[int]) -> list[LinearOperands]:
+    """Cut a Linear's outputs; the parts of a pair share its u."""
+    v = linear.v.split(sizes, -1)
+    scales = [None] * len(v) if linear.v_scale is None else linear.v_scale.split(sizes, -1)
+    biases = [None] * len(v) if linear.bias is None else linear.bias.split(sizes)
+    return [
+        linear._replace(v=part, v_scale=scale, bias=bias)
+        for part, scale, bias in zip(v, scales, biases, strict=True)
+    ]
+
+
+def _linear(parent: nn.Module, name: str) -> LinearOperands:
+    """Return a projection's matrices `[in, out]`, scales and bias."""
+    layer: Any = parent.get_submodule(name)
+    kind = type(layer)
+    if kind not in (nn.Linear, StoredLinear, SVDLinear, QKVProjection) or not is_bare(layer):
+        raise ValueError(
+            f"{name} is a {kind.__name__}"
+            + (", or has hooks or another forward" if isinstance(layer, nn.Linear) else "")
+            + "; it must be nn.Linear, StoredLinear or SVDLinear: unwrap it, or load it anew"
+        )
+    if kind is nn.Linear:
+        u, v, u_scale, v_scale = None, layer.weight.t(), None, None
+    elif layer.compute != "x":
+        raise ValueError(f"{name} computes in {layer.compute}, the op does not; set_compute_ 'x'")
+    elif kind is StoredLinear:
+        u, v, u_scale, v_scale = None, layer.w, None, layer.w_scale
+    else:
+        u, v, u_scale, v_scale = layer.u, layer.v, layer.u_scale, layer.v_scale
+    for tensor in (u, v):
+        if type(tensor) not in (Tensor, nn.Parameter, type(None)):
+            raise ValueError(f"{name} holds a {type(tensor).__name__}; fuse an undivided model")
+    return LinearOperands(name, u, v, u_scale, v_scale, layer.bias)
+
+
+def _activation(mlp: Any) -> str:
+    """Return the name of a gated MLP's activation."""
+    if isinstance(mlp, SVDMLP):
+        return mlp.activation
+    fused = type(mlp).__name__ == "Phi3MLP"
+    name = activation_name(mlp.activation_fn) if fused else gated_activation(mlp)
+    if name is None or not is_bare(mlp):
+        raise ValueError(f"mlp is a {type(mlp).__name__}, which is no gated MLP that the op has")
+    return name
