@@ -10,8 +10,7 @@ from pathlib import Path
 import hypothesis_settings  # noqa: F401
 import pytest
 import torch
-from fleet import run_fleet
-from outcomes import TEXT, Outcome, Run
+from outcomes import TEXT
 
 # The tensors are small and pytest-xdist brings the processes. The variable is for their children:
 # OpenMP's threads wait by spinning, which on busy cores takes minutes.
@@ -28,18 +27,6 @@ collect_ignore = [folder for folder, name in ENGINES.items() if name not in os.e
 # A shell that starts the tests in the background has SIGINT ignored, by all their children, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture
-def forked(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run code and a command's arguments in a process that may be killed."""
-    alone = "import os\n[os.environ.pop(name) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]\n"
-
-    def call(code: str, *arguments: object) -> Outcome:
-        (outcome,) = run_fleet(tmp_path_factory.mktemp("fork"), 1, alone + code, *arguments)
-        return Outcome(*outcome)
-
-    return call
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # precompile, measure, estimate, hf, recover and eval are one storey; between themselves they
 # import in this order.
 LAYERS = (
-    *("__main__", "cli", "device", "demo", "doctor", "integrations"),
+    *("__main__", "cli", "device", "demo", "reproduce", "doctor", "integrations"),
     *("precompile", "measure", "estimate", "hf", "recover", "eval"),
     *("output", "manifest", "checkpoint", "compress", "parallel", "nn", "ops", "plan", "kernels"),
     *("models", "rank", "progress", "processes", "files", "errors", "extras"),

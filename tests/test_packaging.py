@@ -43,6 +43,9 @@ def test_contents(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert "neuronmm_ops/py.typed" in names
     assert "neuronmm_ops/ops/register.py" in names
+    papers = "neuronmm_ops/reproduce/papers"
+    assert {f"{papers}/demo.toml", f"{papers}/tasks/demo_ends.yaml"} <= set(names)
+    assert "neuronmm_ops/reproduce/published.json" in names
     assert "neuronmm_ops/device/predictions.json" in names
     demo = ROOT / "src" / "neuronmm_ops" / "demo"
     shipped = [file for file in demo.rglob("*") if file.suffix in (".safetensors", ".json", ".txt")]

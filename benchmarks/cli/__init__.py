@@ -1,14 +1,13 @@
 """The command `python benchmarks`: arguments in, one table or one JSON document out.
 
-Exit codes are those of `neuronmm`; 1 also for a cell of `reproduce` that failed. Each module adds
-its commands to the parser.
+Exit codes are those of `neuronmm`. Each module adds its commands to the parser.
 """
 
 import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.cli import quality, reproduce, simulated
+from benchmarks.cli import quality, simulated
 from neuroncore.cli import run
 from neuroncore.cli.console import show_rows, stderr
 from neuroncore.cli.parser import EXAMPLE, Parser
@@ -37,7 +36,6 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     simulated.add(commands)
     quality.add(commands)
-    reproduce.add(commands)
     description = "the cost of an op call"
     command = add_command(commands, "overhead", _overhead, show_rows, description)
     command.add_argument("--xla", action="store_true", help="time tracing on XLA tensors instead")

@@ -4,7 +4,8 @@ import math
 from pathlib import Path
 
 import pytest
-from outcomes import Run, caller
+from fleet import run_fleet
+from outcomes import Outcome, Run, caller
 
 from neuronmm_ops import progress
 from neuronmm_ops.cli import main
@@ -25,3 +26,15 @@ def small(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("compressed") / "small"
     hf.compress(dense, SVDConfig(ratio=0.3, block=8, method="plain"), None, out)
     return out
+
+
+@pytest.fixture
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run code and a command's arguments in a process that may be killed."""
+    alone = "import os\n[os.environ.pop(name) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]\n"
+
+    def call(code: str, *arguments: object) -> Outcome:
+        (outcome,) = run_fleet(tmp_path_factory.mktemp("fork"), 1, alone + code, *arguments)
+        return Outcome(*outcome)
+
+    return call

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch  # noqa: E402
 from harness import Harness, Verdict  # noqa: E402
@@ -19,7 +19,6 @@ from inputs import build  # noqa: E402
 from kinds import all_faults  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402, F401
 
-from benchmarks.cli import main as benchmarks  # noqa: E402
 from neuronmm_ops.cli import main  # noqa: E402
 
 
@@ -45,17 +44,12 @@ def run() -> int:
         if options.also is not None:
             names += [name for name in named if re.search(options.also, name)]
         faults = [named[name] for name in dict.fromkeys(names)]
-        harness, verdicts = Harness(Path(place), _called), []
+        harness, verdicts = Harness(Path(place), main), []
         for fault in faults:
             verdicts.append(harness.run(fault))
             if options.show or verdicts[-1].problems:
                 _tell(verdicts[-1])
     return _judge(verdicts)
-
-
-def _called(arguments: list[str]) -> int:
-    """Call the program that has the command."""
-    return (benchmarks if arguments[0] == "reproduce" else main)(arguments)
 
 
 def _tell(verdict: Verdict) -> None:

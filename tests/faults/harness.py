@@ -70,8 +70,7 @@ class Fault:
     @property
     def command(self) -> str:
         """The command line, for people."""
-        program = "python benchmarks" if self.arguments[0] == "reproduce" else "neuronmm"
-        return " ".join((program, *self.arguments))
+        return " ".join(("neuronmm", *self.arguments))
 
 
 @dataclass(frozen=True)
@@ -287,7 +286,7 @@ def _problems(fault: Fault, code: int, out: str, err: str) -> Iterator[str]:
         return
     if code == 128 + signal.SIGPIPE:  # nobody reads, so that nothing is to say
         return
-    if len(lines) != 1 or not lines[0].startswith(("neuronmm", "python benchmarks")):
+    if len(lines) != 1 or not lines[0].startswith("neuronmm"):
         yield f"{len(lines)} lines on stderr"
 
 

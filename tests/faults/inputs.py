@@ -80,9 +80,7 @@ def _build(place: Path) -> None:
         _must("compress", "dense", "-o", name, "--calibration", "text.txt", *OPTIONS, *options)
     _unfinished_stream(place)
     _unfinished_recovery(place)
-    from benchmarks.cli import main as benchmarks
-
-    assert benchmarks(["reproduce", "paper.toml", "-o", "kept"]) == 0
+    _must("reproduce", "paper.toml", "-o", "kept")
 
 
 def _must(*arguments: str) -> None:

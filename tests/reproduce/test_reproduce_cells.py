@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from reproductions import WITH_TASK, workplace
 
 import neuronmm_ops
-from benchmarks.reproduce.cells import Cell, key_of, open_store
-from benchmarks.reproduce.config import load
-from benchmarks.reproduce.plan import MODELLED_BY, Study, plan
-from benchmarks.reproduce.texts import read_training_text
+from neuronmm_ops.reproduce.cells import Cell, key_of, open_store
+from neuronmm_ops.reproduce.config import load
+from neuronmm_ops.reproduce.plan import MODELLED_BY, Study, plan
+from neuronmm_ops.reproduce.texts import read_training_text
 
 VALUES = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none())
 

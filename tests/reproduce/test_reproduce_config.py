@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reproduce.config import (
+from neuronmm_ops import SVDConfig
+from neuronmm_ops.models import SHAPES
+from neuronmm_ops.reproduce.config import (
     PAPERS,
     Evaluate,
     Measured,
@@ -13,10 +15,8 @@ from benchmarks.reproduce.config import (
     load,
     shipped,
 )
-from benchmarks.reproduce.published import published
-from benchmarks.reproduce.schema import read_table
-from neuronmm_ops import SVDConfig
-from neuronmm_ops.models import SHAPES
+from neuronmm_ops.reproduce.published import published
+from neuronmm_ops.reproduce.schema import read_table
 
 LEAST = """[model]
 id = "a"

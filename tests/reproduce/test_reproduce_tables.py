@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.reproduce import config as c
-from benchmarks.reproduce.cells import Cell
-from benchmarks.reproduce.plan import Study, Variant
-from benchmarks.reproduce.published import published, published_for
-from benchmarks.reproduce.render import markdown, page
-from benchmarks.reproduce.table import document_of, gamma
 from neuronmm_ops import SVDConfig
 from neuronmm_ops.recover import RecoverConfig
+from neuronmm_ops.reproduce import config as c
+from neuronmm_ops.reproduce.cells import Cell
+from neuronmm_ops.reproduce.plan import Study, Variant
+from neuronmm_ops.reproduce.published import published, published_for
+from neuronmm_ops.reproduce.render import markdown, page
+from neuronmm_ops.reproduce.table import document_of, gamma
 
 TITLE = 'A | "title" <script>alert(1)</script> & *more*\n# not a heading'
 

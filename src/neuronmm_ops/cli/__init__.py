@@ -1,9 +1,10 @@
 """The command `neuronmm`: arguments in, one table or one JSON document out.
 
 Exit codes: 0 done, 2 usage or bad input (one line on stderr), 1 a defect, of ours or of the kernel
-that `simulate` runs or `lint` reads, or a kernel that `compile` saw refused, 130 interrupted, 141
-stdout was closed, 143 terminated. With `--json` stdout carries one JSON document and nothing else;
-progress and tables go to stderr. Each module adds its command to the parser.
+that `simulate` runs or `lint` reads, a cell of `reproduce` that failed, or a kernel that `compile`
+saw refused, 130 interrupted, 141 stdout was closed, 143 terminated. With `--json` stdout carries
+one JSON document and nothing else; progress and tables go to stderr. Each module adds its command
+to the parser.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from neuronmm_ops.cli import (
     precompile,
     quantize,
     recover,
+    reproduce,
     verify,
 )
 from neuronmm_ops.cli.console import explain, our_warnings, searches_told
@@ -78,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (
         *(demo, compress, recover, quantize, evaluate, compare, generate),
-        *(inspect, verify, export),
+        *(inspect, verify, export, reproduce),
         *(doctor, device_check, bench, plan, precompile, simulate, lint),
     ):
         module.add(commands)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.reproduce.config import NATIVE, Modelled, Reproduction
 from neuronmm_ops import hf
 from neuronmm_ops.compress import CompressionReport, SVDConfig
 from neuronmm_ops.compress.pipeline import check_storage
@@ -22,6 +21,7 @@ from neuronmm_ops.manifest import tensor_hashes, weights_sha256
 from neuronmm_ops.measure.speed import paired_speed
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.progress import Update
+from neuronmm_ops.reproduce.config import NATIVE, Modelled, Reproduction
 
 # What lm-eval calls the share of questions whose right choice is likelier than every other.
 ACCURACY = "acc,none"

@@ -7,12 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reproduce import measure
-from benchmarks.reproduce.cells import Cell, Store, check_output, open_store
-from benchmarks.reproduce.config import Reproduction, check_files
-from benchmarks.reproduce.plan import Study, Variant, plan
-from benchmarks.reproduce.render import write_tables
-from benchmarks.reproduce.table import document_of
 from neuronmm_ops import hf
 from neuronmm_ops.checkpoint import read_config
 from neuronmm_ops.errors import CheckpointError
@@ -21,6 +15,12 @@ from neuronmm_ops.hf.computing import check_device
 from neuronmm_ops.hf.loading import local_directory
 from neuronmm_ops.manifest import tensor_hashes, weights_sha256
 from neuronmm_ops.progress import Update
+from neuronmm_ops.reproduce import measure
+from neuronmm_ops.reproduce.cells import Cell, Store, check_output, open_store
+from neuronmm_ops.reproduce.config import Reproduction, check_files
+from neuronmm_ops.reproduce.plan import Study, Variant, plan
+from neuronmm_ops.reproduce.render import write_tables
+from neuronmm_ops.reproduce.table import document_of
 
 _Work = Callable[[], dict[str, Any]]
 

@@ -12,7 +12,7 @@ def published() -> list[dict[str, Any]]:
     parameters removed; None where it is not said), `value`, `unit`, `source` (a key of `sources`,
     resolved to its `title`, `url` and `kind`: `authors`, `second hand` or `users`), and `note`.
     """
-    path = files("benchmarks.reproduce") / "published.json"
+    path = files("neuronmm_ops.reproduce") / "published.json"
     document = json.loads(path.read_text(encoding="utf-8"))
     sources = document["sources"]
     return [{**number, "source": sources[number["source"]]} for number in document["numbers"]]

@@ -1,4 +1,4 @@
-"""`python benchmarks reproduce`: the whole road, killed runs, files that change, and mistakes."""
+"""`neuronmm reproduce`: the whole road, runs that are killed, files that change, and mistakes."""
 
 import fcntl
 import json
@@ -14,9 +14,8 @@ from outcomes import interrupt, refused
 from reproductions import MISTAKES, WITH_TASK, workplace, write_paper
 from tiny import tiny_directory
 
-from benchmarks.reproduce import measure
-from benchmarks.reproduce.cells import key_of
-from neuronmm_ops.cli import main as neuronmm
+from neuronmm_ops.reproduce import measure
+from neuronmm_ops.reproduce.cells import key_of
 
 WORDS = ("a", "the", "reads", "file", "returns", "value", "object", "of", "method", "when", "is")
 
@@ -36,7 +35,7 @@ def reproduce(run, paper, tmp_path):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     """A place where a run has ended; the paths in it are those of its copies."""
-    from benchmarks.cli import main
+    from neuronmm_ops.cli import main
 
     place = tmp_path_factory.mktemp("finished")
     workplace(place)
@@ -83,7 +82,7 @@ def told(err: str, words: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_whole_road(capsys, reproduce, paper, tmp_path):
+def test_the_whole_road(run, reproduce, paper, tmp_path):
     append(paper, WITH_TASK)
     out = tmp_path / "out"
     document = reproduce("--json").document()
@@ -97,9 +96,7 @@ def test_the_whole_road(capsys, reproduce, paper, tmp_path):
     perplexities = [row["ppl"][text] for row in document["rows"]]
     assert perplexities == pytest.approx([perplexities[0]] * 3, rel=0.1)
     assert len(set(perplexities)) == 3
-    line = ["eval", str(tmp_path / "dense"), "--text", text, "--seqlen", "64", "--json"]
-    assert neuronmm(line) == 0
-    single = json.loads(capsys.readouterr().out)
+    single = run("eval", tmp_path / "dense", "--text", text, "--seqlen", "64", "--json").document()
     assert single["ppl_token"] == perplexities[0]
     for row in document["rows"]:
         assert row["mean_accuracy"] == row["accuracy"]["colours"]
@@ -121,7 +118,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from neuronmm_ops.hf import saving
-from benchmarks.reproduce import cells
+from neuronmm_ops.reproduce import cells
 
 def kill(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -136,7 +133,7 @@ elif point == "writing":
     Path.replace = lambda path, to: (kill if path.parent.name == "cells" else move)(path, to)
 else:
     saving._open_to_others = kill
-from benchmarks.cli import main
+from neuronmm_ops.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -4,11 +4,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.reproduce.cells import Cell
-from benchmarks.reproduce.config import Reproduction
-from benchmarks.reproduce.plan import Study, Variant
-from benchmarks.reproduce.published import published_for
 from neuronmm_ops.measure.compare import gamma
+from neuronmm_ops.reproduce.cells import Cell
+from neuronmm_ops.reproduce.config import Reproduction
+from neuronmm_ops.reproduce.plan import Study, Variant
+from neuronmm_ops.reproduce.published import published_for
 
 STATES = ("computed", "reused", "failed", "not run", "to do")
 Results = Mapping[str, Mapping[str, Any]]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.reproduce.cells import Store
-from benchmarks.reproduce.notes import notes
+from neuronmm_ops.reproduce.cells import Store
+from neuronmm_ops.reproduce.notes import notes
 
 Row = Mapping[str, Any]
 _CSS = """

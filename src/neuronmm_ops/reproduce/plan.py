@@ -14,9 +14,6 @@ import torch
 
 import neuroncore
 import neuronmm_ops
-from benchmarks.reproduce.cells import Cell, key_of
-from benchmarks.reproduce.config import NATIVE, Reproduction
-from benchmarks.reproduce.texts import read_training_text
 from neuronmm_ops import hf
 from neuronmm_ops.compress import SVDConfig
 from neuronmm_ops.eval.protocols import CORPORA, recipe_of
@@ -25,6 +22,9 @@ from neuronmm_ops.hf.provenance import ModelSource
 from neuronmm_ops.manifest import installed_versions
 from neuronmm_ops.measure.timing import cpu_name
 from neuronmm_ops.models import shape_from_config
+from neuronmm_ops.reproduce.cells import Cell, key_of
+from neuronmm_ops.reproduce.config import NATIVE, Reproduction
+from neuronmm_ops.reproduce.texts import read_training_text
 from neuronmm_ops.storages import STORAGES as ONE_BYTE
 
 MODEL_PACKAGES = ("neuronmm-ops", "torch", "transformers", "tokenizers")

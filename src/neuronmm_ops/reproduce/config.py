@@ -12,9 +12,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.reproduce.published import published
-from benchmarks.reproduce.schema import check_keys, checked_table, read_table
-from benchmarks.reproduce.texts import TRAINING_TEXTS
 from neuroncore.hardware import resolve_target
 from neuronmm_ops.compress import SVDConfig
 from neuronmm_ops.compress.config import STORAGES
@@ -22,8 +19,11 @@ from neuronmm_ops.eval.protocols import CORPORA, check_name
 from neuronmm_ops.files import read_document
 from neuronmm_ops.models import SHAPES
 from neuronmm_ops.recover import RecoverConfig
+from neuronmm_ops.reproduce.published import published
+from neuronmm_ops.reproduce.schema import check_keys, checked_table, read_table
+from neuronmm_ops.reproduce.texts import TRAINING_TEXTS
 
-PAPERS = Path(str(files("benchmarks.reproduce") / "papers"))
+PAPERS = Path(str(files("neuronmm_ops.reproduce") / "papers"))
 # Factors in the model's own dtype, without scales.
 NATIVE = "native"
 METHOD_NAME = re.compile(r"\w[\w .+()-]{0,59}")

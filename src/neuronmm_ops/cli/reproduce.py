@@ -18,7 +18,7 @@ def add(commands: Any) -> None:
         "file",
         nargs="?",
         metavar="FILE.toml",
-        help="a TOML file, or the name of one in benchmarks/reproduce/papers",
+        help="a TOML file, or the name of one in the package",
     )
     add_output(
         command,
@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
 
 def _reproduce(options: argparse.Namespace) -> dict[str, Any]:
     transformers_models()
-    from benchmarks.reproduce import config
+    from neuronmm_ops.reproduce import config
 
     if options.list:
         shipped = {name: config.load(path) for name, path in config.shipped().items()}
@@ -39,7 +39,7 @@ def _reproduce(options: argparse.Namespace) -> dict[str, Any]:
     if options.file is None or options.output is None:
         raise ValueError("FILE.toml and -o OUT are needed; --list names the shipped files")
     asked = config.load(config.find(options.file))
-    from benchmarks.reproduce.run import run
+    from neuronmm_ops.reproduce.run import run
 
     with progress_bars() as progress:
         document = run(asked, options.output, progress, stderr.print)
@@ -55,7 +55,7 @@ def _show(document: dict[str, Any]) -> None:
         for name, title in document["shipped"].items():
             stdout.print(f"{name:16} {title}")
         return
-    from benchmarks.reproduce.render import sections
+    from neuronmm_ops.reproduce.render import sections
 
     for section in sections(document):
         left = section.columns if section.is_text else section.columns[:1]
