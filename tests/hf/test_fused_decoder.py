@@ -216,7 +216,7 @@ def test_a_weight_that_changes_counts_at_once(calls):
     "copied",
     [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],  # noqa: S301
 )
-def test_a_copy_is_fused_with_its_own_weights(copied, calls):
+def test_a_copyis_fused_with_its_own_weights(copied, calls):
     model = nm.fuse_decoder_(family_model("llama"))
     expected, other = generated(model), copied(model)
     with torch.no_grad():
@@ -310,7 +310,7 @@ def refused(change: Any, match: str, family: str = "llama", **sizes: Any) -> Non
     with pytest.raises(ValueError, match=match) as caught:
         nm.fuse_decoder_(model)
     assert "\n" not in str(caught.value)
-    assert not any(fused_decoder._is_fused(module) for module in model.modules())
+    assert not any(fused_decoder.is_fused(module) for module in model.modules())
 
 
 def on_last(name: str, change: Any) -> Any:

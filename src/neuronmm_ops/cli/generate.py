@@ -25,6 +25,12 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--new-tokens", type=int, default=64, metavar="N", help="new tokens at most (default 64)"
     )
+    command.add_argument(
+        "--backend",
+        choices=("torch", "simulated"),
+        default="torch",
+        help="simulated: a NeuronCore decodes, with a modelled time",
+    )
 
 
 def _generate(options: argparse.Namespace) -> dict[str, Any]:
@@ -33,6 +39,8 @@ def _generate(options: argparse.Namespace) -> dict[str, Any]:
 
     if options.new_tokens < 1:
         raise ValueError(f"--new-tokens must be at least 1, got {options.new_tokens}")
+    if options.backend == "simulated":
+        return _simulate(hf, options)
     with stderr.status(f"loading {options.model}"):
         model = hf.load_packed(options.model, options.dtype, options.device, launched())
         tokenizer = hf.load_tokenizer(options.model)
@@ -40,15 +48,47 @@ def _generate(options: argparse.Namespace) -> dict[str, Any]:
         text, new_tokens = hf.generate_text(
             model, tokenizer, options.prompt, options.new_tokens, options.chat
         )
+    return _document(options, text, new_tokens, name_of(model.dtype))
+
+
+def _simulate(hf: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Decode on the simulated core, in the checkpoint's dtype unless another is given."""
+    from neuronmm_ops.ops.backends.cpu import name_of
+
+    if options.device != "cpu" or launched() > 1:
+        raise ValueError(
+            "--backend simulated runs in one process on the CPU; leave out --device and torchrun"
+        )
+    with stderr.status(f"loading {options.model}"):
+        model = hf.load(options.model, options.dtype, verify=True)
+        tokenizer = hf.load_tokenizer(options.model)
+    with stderr.status(f"simulating up to {options.new_tokens} tokens"):
+        text, new_tokens, target, times = hf.generate_simulated(
+            model, tokenizer, options.prompt, options.new_tokens, options.chat
+        )
+    layers = dict(zip(("middle", "low", "high"), times, strict=True))
+    document = _document(options, text, new_tokens, name_of(model.dtype))
+    return document | {"target": target, "modelled_layers_us_per_token": layers}
+
+
+def _document(
+    options: argparse.Namespace, text: str, new_tokens: int, dtype: str
+) -> dict[str, Any]:
     return {
         "model": options.model,
         "prompt": options.prompt,
         "chat": options.chat,
         "text": text,
         "new_tokens": new_tokens,
-        "compute_dtype": name_of(model.dtype),
+        "compute_dtype": dtype,
     }
 
 
 def _show(document: dict[str, Any]) -> None:
     print(document["text"] if document["chat"] else document["prompt"] + document["text"])
+    times = document.get("modelled_layers_us_per_token")
+    if times:
+        print(
+            f"{document['target']}, modelled: {times['middle']:.1f} us a decoded token "
+            f"({times['low']:.1f} to {times['high']:.1f}), decoder layers alone"
+        )

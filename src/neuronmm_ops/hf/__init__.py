@@ -14,6 +14,7 @@ from neuronmm_ops.hf.quantize import quantize
 from neuronmm_ops.hf.quantizer import NeuronMMConfig, NeuronMMQuantizer
 from neuronmm_ops.hf.recover import recover
 from neuronmm_ops.hf.saving import save
+from neuronmm_ops.hf.simulated import generate_simulated
 from neuronmm_ops.hf.text import calibration_batches, read_text
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "calibration_batches",
     "compress",
     "from_pairs",
+    "generate_simulated",
     "generate_text",
     "load",
     "load_computing",

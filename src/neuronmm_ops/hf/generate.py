@@ -33,7 +33,12 @@ class FiniteLogits(LogitsProcessor):
 
 
 def generate_text(
-    model: PreTrainedModel, tokenizer: Any, prompt: str, max_new_tokens: int, chat: bool = False
+    model: PreTrainedModel,
+    tokenizer: Any,
+    prompt: str,
+    max_new_tokens: int,
+    chat: bool = False,
+    cache: str | None = None,
 ) -> tuple[str, int]:
     """Continue a prompt greedily; return the new text and its number of tokens.
 
@@ -43,6 +48,7 @@ def generate_text(
         prompt: text to continue; with `chat` the message of a user to answer.
         max_new_tokens: at least 1.
         chat: put the prompt into the tokenizer's chat template.
+        cache: Transformers' `cache_implementation`; None is the model's own.
 
     Raises:
         NonFiniteError: logits are NaN or Inf.
@@ -60,6 +66,7 @@ def generate_text(
         **inputs.to(model.device),
         max_new_tokens=max_new_tokens,
         do_sample=False,
+        **({} if cache is None else {"cache_implementation": cache}),
         pad_token_id=tokenizer.eos_token_id,
         logits_processor=LogitsProcessorList([FiniteLogits()]),
     )

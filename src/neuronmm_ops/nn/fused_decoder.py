@@ -95,12 +95,13 @@ def fuse_decoder_(model: M) -> M:
 def unfuse_(model: M) -> M:
     """Undo `fuse_decoder_`; return the model."""
     for module in model.modules():
-        if _is_fused(module):
+        if is_fused(module):
             del module.__dict__["forward"]
     return model
 
 
-def _is_fused(layer: nn.Module) -> bool:
+def is_fused(layer: nn.Module) -> bool:
+    """Say whether a module is a decoder layer that `fuse_decoder_` has changed."""
     return getattr(layer.__dict__.get("forward"), "func", None) is _forward
 
 
@@ -155,7 +156,7 @@ def _family(module: nn.Module) -> str:
 @torch.no_grad()
 def _check(layer: Any) -> None:
     """Let the op check the operands of one token, without values."""
-    if "forward" in vars(layer) and not _is_fused(layer):
+    if "forward" in vars(layer) and not is_fused(layer):
         raise ValueError("its forward is replaced; remove the hooks, or load it on one device")
     operands, weight = _operands(layer), layer.input_layernorm.weight
     (H,), d = weight.shape, operands.head_dim
