@@ -120,6 +120,21 @@ def test_stored_tokens_are_those_of_the_unfused_model(family, kind, storage, cal
     assert_fused(factored(family_model(family), kind, storage), calls, padded=False)
 
 
+@pytest.mark.parametrize("target", ["trn1", "trn2"])
+@pytest.mark.parametrize("storage", ["", "fp8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_simulated_core_has_the_same_tokens(family, storage, target):
+    """A padded batch, whose windows are full, where the family has windows."""
+    sizes = WINDOW if family in ("mistral", "phi3") else {}
+    model = factored(family_model(family, **sizes), "pairs", storage)
+    expected = generated(model, new=6, padded=True)
+    nm.fuse_decoder_(model)
+    with nm.use_impl("simulated", target):
+        assert torch.equal(generated(model, new=6, padded=True), expected)
+        profile = nm.last_profile()
+    assert (profile.kernel_name, profile.target) == ("decoder_layer_decode", target)
+
+
 def test_bfloat16_logits_are_as_accurate_as_the_unfused_models(calls):
     exact, plain = family_model("qwen3").double(), family_model("qwen3").bfloat16()
     exact.load_state_dict(plain.state_dict())
