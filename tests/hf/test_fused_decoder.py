@@ -359,8 +359,16 @@ BAD = [
     (replaced("self_attn.q_proj", nn.Sequential()), "q_proj is a Sequential; it must be nn", {}),
     (replaced("input_layernorm", nn.LayerNorm(64)), "a norm is a LayerNorm", {}),
     (replaced("mlp", nn.Identity()), "Identity", {}),
-    (low_rank("self_attn.q_proj", 8), "query, key, value must be all pairs or all dense", {}),
-    (low_rank("self_attn.o_proj", 64), "output: a pair's rank must be less than its features", {}),
+    (
+        low_rank("self_attn.q_proj", 8),
+        "q_proj low rank, k_proj dense, v_proj dense; compress with alloc",
+        {},
+    ),
+    (
+        low_rank("self_attn.o_proj", 64),
+        "model.layers.1 cannot be fused: output: a pair's rank must be less",
+        {},
+    ),
     (lambda model: model.model.layers.append(nn.Identity()), "layers.2 is no decoder layer", {}),
     (
         on_last("input_layernorm", lambda norm: setattr(norm, "variance_epsilon", 1e-3)),

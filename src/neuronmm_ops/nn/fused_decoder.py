@@ -86,7 +86,8 @@ def fuse_decoder_(model: M) -> M:
         try:
             _check(layer)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{name} cannot be fused: {error}") from None
+            why = str(error).replace("decoder_layer: layer 0: ", "")
+            raise ValueError(f"{name} cannot be fused: {why}") from None
     for layer in layers.values():
         layer.forward = partial(_forward, layer)
     return model
@@ -196,6 +197,15 @@ def _operands(layer: Any) -> DecoderOperands:
     for linear in linears[3:]:
         if linear.bias is not None:
             raise ValueError(f"{linear.name} has a bias; the op has those of query, key and value")
+    for stage in (linears[:3], linears[4:]):
+        if len({linear.u is None for linear in stage}) > 1:
+            got = ", ".join(
+                [f"{each.name} {'low rank' if each.u is not None else 'dense'}" for each in stage]
+            )
+            raise ValueError(
+                f"projections of one input must be all low rank or all dense, got {got}; compress "
+                'with allocation="uniform"'
+            )
     window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
     if family == "Llama":
         window = None
