@@ -120,7 +120,9 @@ def whole() -> str:
     if first is None:
         return ""
     dense = variant(first, "dense")["phases"]
+    one_dense = number(dense["decode"]["one_launch"]["time_ms"])
     rows = [["nothing (`dense`)", *(number(dense[p]["time_ms"]) for p in PHASES), *[""] * 5]]
+    rows[0] += [one_dense, ""]
     for ratio, targets, is_one_byte in WHOLE:
         one = document("whole", whole_command(ratio, targets, is_one_byte))
         own = variant(one, "low_rank")["phases"]
@@ -133,10 +135,13 @@ def whole() -> str:
                 *(ranged(one["speedups"]["ours"][p]) for p in PHASES),
                 gain_as_served(one),
                 *([ranged(one["speedups"][kind]["decode"]) for kind in kinds] or ["", ""]),
+                number(own["decode"]["one_launch"]["time_ms"]),
+                ranged(one["speedups"]["ours"]["decode"]["one_launch"]),
             ]
         )
     head = ["compressed", "prefill ms", "decode ms", "prefill", "decode", "as served"]
-    return table([*head, "of it one byte alone", "and rank at equal storage"], rows)
+    head += ["of it one byte alone", "and rank at equal storage"]
+    return table([*head, "one launch, ms", "decode"], rows)
 
 
 _TARGETS = {

@@ -27,7 +27,7 @@ from tiny_model import (
 
 from benchmarks.cases import end_to_end
 from neuroncore import NkiValidationError
-from neuronmm_ops.estimate import attention
+from neuronmm_ops.estimate import attention, one_launch
 from neuronmm_ops.estimate.baselines import neuronmm
 from neuronmm_ops.estimate.ends import ENDS, spread
 from neuronmm_ops.estimate.launches import Tracer
@@ -113,6 +113,46 @@ def test_speedups_are_ratios_at_one_end(document):
             middle = ratios["transfers"] * ratios["rows"]
             assert speedup[name]["middle"] ** 2 == pytest.approx(middle)
             assert speedup[name]["by_model"] == ratios
+
+
+def test_layers_that_share_a_launch(document):
+    """Each byte once, of fewer launches; the end of a pass as it was."""
+    for row in document["variants"][:2]:
+        decode = row["phases"]["decode"]
+        one = decode["one_launch"]
+        assert one["launches"] == 3  # all layers, the last norm, the head
+        assert one["bound_ms"] < one["time_low_ms"] <= one["time_ms"] <= one["time_high_ms"]
+        weights = row["memory"]["weight_bytes"]
+        assert 0.8 * weights < one["hbm_bytes"] < decode["hbm_bytes"]
+        assert one["as_served"]["time_ms"] < decode["as_served"]["time_ms"]
+    ratio = document["speedups"]["ours"]["decode"]["one_launch"]
+    assert ratio["low"] <= ratio["middle"] <= ratio["high"]
+
+
+def test_layers_that_are_not_traced_take_as_long_as_those_that_are():
+    many = decoder(replace(TINY, layers=7))
+    cost, launches = one_launch.layers_cost(many, {40: 1.0})
+    plan = one_launch._plan(many, many.kinds[0], 40)
+    whole = many.tracer.launch(one_launch._launch(plan, 7))
+    assert launches == 1
+    assert cost.hbm_bytes == whole.hbm_bytes
+    assert cost.times_ms == pytest.approx(whole.times_ms, rel=0.02)
+
+
+def test_a_launch_has_no_more_layers_than_instructions_permit(monkeypatch):
+    many = decoder(replace(TINY, layers=7))
+    plan = one_launch._plan(many, many.kinds[0], 40)
+    monkeypatch.setattr(one_launch, "MAX_INSTRUCTIONS", 3 * plan.instructions)
+    assert one_launch.layers_cost(many, {40: 1.0})[1] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"tp": 2}, "sum over ranks"), ({"targets": ("up_proj",)}, "all pairs or all dense")],
+)
+def test_layers_that_share_no_launch_say_why(tiny, options, words):
+    low_rank = by_name(run(tiny, **SHORT, **options)["variants"])["low_rank"]
+    assert words in low_rank["phases"]["decode"]["one_launch"]["left_out"]
 
 
 def test_batches_share_the_weights(tiny, document):

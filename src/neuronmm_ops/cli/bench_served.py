@@ -1,5 +1,6 @@
 """Tables of `bench model` of decode as served, beside the modelled times."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from neuroncore.cli.console import show_table, stdout
@@ -15,20 +16,29 @@ _COLUMNS = (
 def show_served(documents: list[dict[str, Any]]) -> None:
     """Print a token's time and its ratio to dense, each modelled and as served; a table a tp."""
     for document in documents:
-        dense, *_ = decodes = [variant["phases"]["decode"] for variant in document["variants"]]
-        names = [VARIANTS[variant["name"]] for variant in document["variants"]]
-        rows = [_times(decode, document["batch"]) for decode in decodes]
-        for row, decode in zip(rows[1:], decodes[1:], strict=True):
+        named = [*_decodes(document["variants"])]
+        dense = named[0][1]
+        rows = [[name, *_times(decode, document["batch"])] for name, decode in named]
+        for row, (_, decode) in zip(rows[1:], named[1:], strict=True):
             row += _ratios(decode, dense)
-        cells = [[name, *row] for name, row in zip(names, rows, strict=True)]
         title = f"A token, tp {document['tp']}: modelled, and as served"
-        show_table(_COLUMNS, cells, left=[""], title=title)
+        show_table(_COLUMNS, rows, left=[""], title=title)
     stdout.print(
         f"As served: each launch and collective of a token costs {LAUNCH_US.middle:g} us more "
         f"({LAUNCH_US.low:g} to {LAUNCH_US.high:g}): what AWS's published times per token have "
         "beyond our dense model. Prefill has no such column: what is missing there grows with the "
         "prompt, and launches do not explain it."
     )
+
+
+def _decodes(variants: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each variant's decode phase by name, and that of layers that share launches."""
+    for variant in variants:
+        name, decode = VARIANTS[variant["name"]], variant["phases"]["decode"]
+        yield name, decode
+        one = decode.get("one_launch", {})  # recorded documents may be older
+        if "times_ms" in one:
+            yield f"{name}, layers in one launch", one
 
 
 def _times(decode: dict[str, Any], batch: int) -> list[str]:

@@ -103,16 +103,21 @@ class Decoder(Ranks):
         def norm(rows: int, residual: bool) -> list[Way]:
             return [Way((plan_rms_norm(rows, H, residual=residual, **machine),))]
 
-        # the first has no residual yet; the last is of each sequence's last token alone
+        # the first has no residual yet
         yield Component("norm", norm(M, False), 1)
         yield Component("norm", norm(M, True), 2 * layers - 1)
-        yield Component("norm", norm(self.batch, True), 1)
         yield Component("rope", [Way(tuple(plan_rope(tokens, **heads)))], layers)
         for T, share in lengths.items():
             attention = Way(tuple(plan_attention(tokens, T, **heads)))
             yield Component("attention", [attention], layers * share)
         for number, part in enumerate(self.layers):
             yield Component(part.component, part.ways(M), part.layers, number)
+        yield from self.ending()
+
+    def ending(self) -> Iterator[Component]:
+        """Yield what follows the layers, for each sequence's last token."""
+        last = plan_rms_norm(self.batch, self.whole.hidden_size, residual=True, **self.machine)
+        yield Component("norm", [Way((last,))], 1)
         yield Component("lm_head", self._head(), 1)
 
     def _head(self) -> list[Way]:

@@ -70,7 +70,9 @@ def run(
         a layer's component, and `published_collectives` its time where no collective is quicker
         than published ones. `speedups` have a middle, a range and each end (`by_model`). Decode's
         phases and speed-ups have `as_served`, with `launch_us` added for each launch and collective
-        (see `served`). `left_out` names what is not counted, and variants that cannot run.
+        (see `served`). Decode's `one_launch` has a token whose layers share launches, and the time
+        of its bytes at the DMA peak; or `left_out`, why they do not. `left_out` names what is not
+        counted, and variants that cannot run.
         `checkpoint` is as `recorded.described`, null without one.
 
     Raises:
@@ -127,6 +129,9 @@ def _row(
 ) -> dict[str, Any]:
     prefill, decode = phases["prefill"], phases["decode"]
     decode["as_served"] = as_served(decode, decoder.batch)
+    one = decode["one_launch"]
+    if "left_out" not in one:
+        one["as_served"] = as_served(one, decoder.batch)
     end = {m: prefill["times_ms"][m] + (new - 1) * decode["times_ms"][m] for m in ENDS}
     return {
         "name": name,
@@ -187,4 +192,10 @@ def _speedups(rows: list[dict[str, Any]], asked: Mapping[str, tuple[str, str]]) 
             both = own, times[theirs][phase]
             found[name][phase] = {**compared(*both), "by_model": ratios_of(*both)}
         found[name]["decode"]["as_served"] = speedup_as_served(decodes[ours], decodes[theirs])
+        one = [decodes[each]["one_launch"] for each in (ours, theirs)]
+        if not [each for each in one if "left_out" in each]:
+            found[name]["decode"]["one_launch"] = {
+                **compared(one[0]["times_ms"], one[1]["times_ms"]),
+                "as_served": speedup_as_served(*one),
+            }
     return found

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from neuronmm_ops.estimate import one_launch
 from neuronmm_ops.estimate.decoder import Decoder
 from neuronmm_ops.estimate.ends import ENDS, spread
 from neuronmm_ops.estimate.exchange import PUBLISHED_US
@@ -62,6 +63,7 @@ def fitting(
             break
     else:
         check_capacity(decoder, memory)
+    phases["decode"]["one_launch"] = _one_launch(decoder, passes["decode"][1])
     if decoder.tp > 1:
         published = replace(decoder, least_us=PUBLISHED_US)
         for phase in PHASES:
@@ -133,6 +135,18 @@ def pass_of(
         "components": components,
         "layouts": layouts,
     }
+
+
+def _one_launch(decoder: Decoder, shares: Mapping[int, float]) -> dict[str, Any]:
+    """A token whose layers share launches: as `pass_of`, or why they do not."""
+    why = one_launch.refusal(decoder)
+    if why is not None:
+        return {"left_out": why}
+    total, launches = one_launch.layers_cost(decoder, shares)
+    for part in decoder.ending():
+        way = decoder.tracer.quickest(part.ways)
+        total, launches = total.plus(decoder.tracer.launches(way.launches)), launches + 1
+    return {"launches": launches, **_fields(total), "bound_ms": one_launch.bound_ms(decoder, total)}
 
 
 def _layout(decoder: Decoder, number: int, way: Way) -> dict[str, Any]:
