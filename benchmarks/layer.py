@@ -187,7 +187,7 @@ def operands(layer: ModelledLayer, count: int) -> list[Any]:
     def spec(*sizes: int, dtype: str = "bfloat16") -> TensorSpec:
         return TensorSpec(sizes, dtype_of(dtype))
 
-    norms = [spec(H), spec(H), *([spec(d), spec(d)] if shape.head_norm else [])]
+    of_head = spec(d) if shape.head_norm else None
     matrices: list[TensorSpec | None] = []
     scales: list[TensorSpec | None] = []
     for name, (K, N) in shape.projections.items():
@@ -196,9 +196,7 @@ def operands(layer: ModelledLayer, count: int) -> list[Any]:
             matrices.append(size and spec(*size, dtype=layer.stored or "bfloat16"))
             scales.append(size and spec(size[1], dtype="float32"))
     caches = spec(1, kv, d, TOKENS), spec(1, kv, TOKENS, d)
-    rotary = spec(1, d), spec(1, d)
-    x, stored = spec(1, H), (tuple(scales),) if layer.stored else ()
-    position = spec(1, dtype="int32")
-    of_layer = (tuple(norms),), (caches,), (tuple(matrices),), stored
-    every_norm, every_cache, every_matrix, every_scale = [each * count for each in of_layer]
-    return [x, x, every_norm, rotary, every_cache, position, every_matrix, every_scale]
+    x, table = spec(1, H), spec(1, d)
+    norms = (spec(H), spec(H), of_head, of_head)
+    lists = norms, caches, tuple(matrices), (), tuple(scales) if layer.stored else ()
+    return [x, x, table, table, spec(1, dtype="int32"), *[each * count for each in lists]]

@@ -53,6 +53,13 @@ def test_an_installed_nki_is_taken(load, tmp_path):
     package(tmp_path, "def jit(function): return function\n")
     loaded = load()
     assert (loaded.jit.__module__, loaded.nl.__name__) == ("nki", "nki.language")
+    assert loaded.ncc.__name__ == "neuroncore.collectives"  # what this one lacks
+
+
+def test_collectives_of_an_installed_nki_are_taken(load, tmp_path):
+    package(tmp_path, "def jit(function): return function\n")
+    (tmp_path / "nki" / "collectives.py").write_text("")
+    assert load().ncc.__name__ == "nki.collectives"
 
 
 SIMULATE = """

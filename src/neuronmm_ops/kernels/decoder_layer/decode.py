@@ -8,7 +8,8 @@ from neuronmm_ops.kernels.attention.decode import attend, check_operands, load_t
 from neuronmm_ops.kernels.attention.heads import HeadNorm, Rotation
 from neuronmm_ops.kernels.attention.units import Shape
 from neuronmm_ops.kernels.attention.visible import Positions
-from neuronmm_ops.kernels.decoder_layer.norm import Residual
+from neuronmm_ops.kernels.decoder_layer.norm import Residual, own_chunk, turned_chunk
+from neuronmm_ops.kernels.decoder_layer.ranks import TensorParallel
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.mlp.decode import write_dense_mlp
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
@@ -17,6 +18,7 @@ from neuronmm_ops.kernels.stages.linears import LinearKnobs, MlpKnobs, write_den
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, core_span
 from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for
 from neuronmm_ops.kernels.svd_mlp.decode import write_gated
+from neuronmm_ops.kernels.svd_mlp.prefill import load_table as load_function
 
 LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
 """Order of the Linears among the operands."""
@@ -27,6 +29,9 @@ KNOBS = (
     *("rank_block", "fuse", "block", "last_block", "tile_bytes", "stationary"),
 )
 """Of a stage, as the ops' kernels have them; it does not read what its Linears have no use for."""
+
+TURNED = 8
+"""Tokens up to which a DMA transposes activations: its rows of few bytes are as many."""
 
 
 class StageKnobs(nl.NKIObject):
@@ -50,6 +55,9 @@ class Stage(nl.NKIObject):
         scales: of each matrix, or none.
         dtype: of the activations.
         knobs: of all of them.
+        ranks: of tensor parallel.
+        features: of the activations where all ranks have all of them, else 0.
+        by_rows: ranks sum what the stage makes.
     """
 
     def __init__(
@@ -58,7 +66,11 @@ class Stage(nl.NKIObject):
         scales: tuple[NkiTensor | None, ...],
         dtype: nl.DType,
         knobs: StageKnobs,
+        ranks: TensorParallel,
+        features: int,
+        by_rows: bool,
     ) -> None:
+        self.ranks = ranks
         self.us: list[DecodeWeight] = []
         self.vs: list[DecodeWeight] = []
         for n in range(len(matrices)):
@@ -80,6 +92,18 @@ class Stage(nl.NKIObject):
         check_one_dtype(self.vs)
         self.group = self.first[0].group
         self.knobs = knobs
+        self.by_rows = by_rows
+        # a rank has rows of the factors of which it needs no columns alone
+        divided: list[bool] = []
+        if self.low_rank and features > 0:
+            divided.append(ranks.divide(features, self.us[0].rows))
+        if self.low_rank and by_rows:
+            last = len(self.us) - 1
+            divided.append(ranks.divide(self.us[last].hbm.shape[1], self.vs[last].rows))
+        self.divided = len(divided) > 0 and divided[0]
+        for each in divided:
+            assert each == self.divided, "ranks must divide both u of gate and up and v of down"
+        self.by_cores = self.low_rank and not self.divided
         self.out_features = 0
         for w in self.vs:
             self.out_features += w.hbm.shape[1]
@@ -89,8 +113,8 @@ class Stage(nl.NKIObject):
         return 0 if self.knobs.linear.stationary else lanes_for(self.first, M)
 
     def ranges(self, size: int) -> list[Span]:
-        """What cores contract: each its part with a u, all of it with a dense weight."""
-        if not self.low_rank:
+        """What cores contract: each its part, or all of it where they share columns."""
+        if not self.by_cores:
             return [Span(0, size)]
         found: list[Span] = []
         for core in range(nl.num_programs(0)):
@@ -99,22 +123,50 @@ class Stage(nl.NKIObject):
 
     def own(self) -> int:
         """The number of this core's range."""
-        return nl.program_id(0) if self.low_rank else 0
+        return nl.program_id(0) if self.by_cores else 0
+
+    def normed(self, stream: Residual, weight_hbm: NkiTensor, eps: float) -> KChunk:
+        """What this core contracts."""
+        if self.divided:
+            return stream.normed_of(self.ranks, weight_hbm, eps)
+        return stream.normed(weight_hbm, eps, self.own())
+
+    def low(self, chunks: list[KChunk], us: list[DecodeWeight]) -> list[NkiTensor]:
+        """Products of all ranks with factors of which each rank has rows: [M, r] in HBM."""
+        size = 0
+        for w in us:
+            size += w.hbm.shape[1]
+        low_hbm = nl.ndarray((chunks[0].tokens, size), dtype=us[0].dtype, buffer=nl.shared_hbm)
+        write_dense(side_by_side(low_hbm, us), [chunks], us, [None] * len(us), self.knobs.linear)
+        return side_by_side(self.ranks.summed(low_hbm), us)
+
+    def chunks(self, hbm: NkiTensor) -> list[KChunk]:
+        """This core's part of [M, K] in HBM."""
+        M, K = hbm.shape
+        lanes, own = self.lanes(M), self.ranges(K)[self.own()]
+        if M <= TURNED:
+            return [turned_chunk(hbm, own, lanes, self.group)]
+        return chunks_of(hbm, own, 0, self.knobs.k_chunk, hbm.dtype, None, lanes, self.group)
+
+    def own_chunk(self, hbm: NkiTensor) -> KChunk:
+        """This rank's columns of [M, K] in HBM."""
+        return own_chunk(hbm, self.ranks, self.lanes(hbm.shape[0]), self.group)
 
     def write(
         self, out_hbm: NkiTensor, chunks: list[KChunk], biases: list[NkiTensor | None]
     ) -> None:
-        """Write the products [M, ...] side by side, for both cores."""
-        parts_hbm: list[NkiTensor] = []
-        start = 0
-        for w in self.vs:
-            parts_hbm.append(out_hbm[:, nl.ds(start, w.hbm.shape[1])])
-            start += w.hbm.shape[1]
-        if self.low_rank:
+        """Write the products [M, ...] side by side."""
+        parts_hbm = side_by_side(out_hbm, self.vs)
+        if self.by_cores:
             write_pairs(parts_hbm, chunks, self.us, self.vs, biases, self.knobs.linear)
-        else:
-            write_dense(parts_hbm, chunks, self.vs, biases, self.knobs.linear)
-        meet(out_hbm)
+            return
+        sides = [chunks]
+        if self.divided:
+            low = self.low(chunks, self.us)
+            sides = []
+            for each in low:
+                sides.append([self.own_chunk(each)] if self.by_rows else self.chunks(each))
+        write_dense(parts_hbm, sides, self.vs, biases, self.knobs.linear)
 
 
 class Layer(nl.NKIObject):
@@ -150,7 +202,9 @@ class Decoding(nl.NKIObject):
         activation: str,
         eps: float,
         window: int,
+        ranks: TensorParallel,
     ) -> None:
+        self.ranks = ranks
         self.positions_hbm = positions
         self.rotary = rotary
         self.activation = activation
@@ -168,8 +222,8 @@ class Decoding(nl.NKIObject):
         before = Residual(x, residual, qkv.ranges(H), qkv.lanes(tokens), qkv.group)
         qkv_hbm = nl.ndarray((tokens, qkv.out_features), dtype=x.dtype, buffer=nl.shared_hbm)
         check_operands(shape, qkv_hbm, self.rotary[0], layer.v_cache, self.positions_hbm)
-        normed = before.normed(layer.norms[0], self.eps, qkv.own())
-        qkv.write(qkv_hbm, [normed], layer.biases)
+        qkv.write(qkv_hbm, [qkv.normed(before, layer.norms[0], self.eps)], layer.biases)
+        meet(qkv_hbm)
         stream_hbm = nl.ndarray((tokens, H), dtype=x.dtype, buffer=nl.private_hbm)
         before.store(stream_hbm)
         norms: list[HeadNorm] = []
@@ -180,13 +234,11 @@ class Decoding(nl.NKIObject):
         mixed_hbm = nl.ndarray((tokens, shape.heads * d), dtype=x.dtype, buffer=nl.shared_hbm)
         k_cache, v_cache = layer.k_cache, layer.v_cache
         attend(mixed_hbm, qkv_hbm, k_cache, v_cache, self.positions, shape, rotation, self.window)
+        load_function(self.activation)
         meet(mixed_hbm)
-        part, width = output.ranges(shape.heads * d)[output.own()], output.knobs.k_chunk
-        lanes = output.lanes(tokens)
-        mixed = chunks_of(mixed_hbm, part, 0, width, x.dtype, None, lanes, output.group)
         added_hbm = nl.ndarray((tokens, H), dtype=x.dtype, buffer=nl.shared_hbm)
-        output.write(added_hbm, mixed, [None])
-        return [added_hbm, stream_hbm]
+        output.write(added_hbm, output.chunks(mixed_hbm), [None])
+        return [self.ranks.summed(added_hbm), stream_hbm]
 
     def mlp(self, layer: Layer, x: NkiTensor, residual: NkiTensor, last: bool) -> list[NkiTensor]:
         """As `attention`, of the MLP; of the last layer the stream is in shared HBM."""
@@ -200,14 +252,24 @@ class Decoding(nl.NKIObject):
             own_knobs.k_chunk,
             own_knobs.spill,
         )
-        normed = after.normed(layer.norms[1], self.eps, mlp.own())
+        normed = mlp.normed(after, layer.norms[1], self.eps)
         out_hbm = nl.ndarray((tokens, H), dtype=x.dtype, buffer=nl.shared_hbm)
-        if mlp.low_rank:
+        if mlp.by_cores:
             write_gated(out_hbm, [normed], mlp.us, mlp.vs, knobs)
+        elif mlp.divided:
+            d_hbm = nl.ndarray((tokens, mlp.us[2].hbm.shape[1]), x.dtype, buffer=nl.shared_hbm)
+            sides: list[list[KChunk]] = []
+            for low_hbm in mlp.low([normed], mlp.us[0:2]):
+                sides.append(mlp.chunks(low_hbm))
+            write_dense_mlp(d_hbm, sides, [mlp.vs[0], mlp.vs[1], mlp.us[2]], knobs)
+            d = mlp.own_chunk(self.ranks.summed(d_hbm))
+            write_dense([out_hbm], [[d]], [mlp.vs[2]], [None], own_knobs.linear)
         else:
             write_dense_mlp(out_hbm, [[normed]], mlp.vs, knobs)
+        if not last or self.ranks.count > 1:
+            out_hbm = self.ranks.summed(out_hbm)
         if not last:
-            meet(out_hbm)
+            load_table()
         buffer = nl.shared_hbm if last else nl.private_hbm
         stream_hbm = nl.ndarray((tokens, H), dtype=x.dtype, buffer=buffer)
         if not last or nl.program_id(0) == 0:
@@ -230,6 +292,7 @@ def decoder_layer_decode(
     activation: str = "silu",
     eps: float = 1e-6,
     window: int = 0,
+    tp: int = 1,
     qkv_knobs: tuple[int, ...] = (2048, 0, 0, 0, 1024, 1, 1024, 1024, 16384, 0),
     output_knobs: tuple[int, ...] = (1024, 0, 0, 0, 1024, 0, 1024, 1024, 16384, 0),
     mlp_knobs: tuple[int, ...] = (512, 0, 2048, 0, 1280, 1, 1024, 2048, 16384, 0),
@@ -260,7 +323,11 @@ def decoder_layer_decode(
         activation: "silu", "gelu", "gelu_tanh" or "relu".
         eps: of all norms.
         window: tokens that a query sees, its own included; 0 for all.
-        qkv_knobs: `KNOBS` of query, key and value. k_chunk of what a norm makes is not read.
+        tp: ranks of tensor parallel, 0 to tp - 1 of the launch, which have a part of the heads and
+            of the inner features each, and sum what output and down make. The factor that this does
+            not cut is whole, or a rank has 1 / tp of its rows, and ranks sum the products with u,
+            too: such are u of query, key, value, gate and up, and v of output and of down.
+        qkv_knobs: `KNOBS` of query, key and value. What a norm makes is one chunk.
         output_knobs: of the output projection.
         mlp_knobs: of the MLP.
         fingerprint: of all kernels' source, for caches that know one function's alone; not read.
@@ -285,7 +352,8 @@ def decoder_layer_decode(
     assert tokens <= PARTITIONS, f"at most {PARTITIONS} tokens, got {tokens}"
     assert len(matrices) % count == 0, f"a layer has {count} matrices, got {len(matrices)} in all"
     layers = len(matrices) // count
-    decoding = Decoding(positions, (cos, sin), activation, eps, window)
+    H, ranks = x.shape[1], TensorParallel(tp)
+    decoding = Decoding(positions, (cos, sin), activation, eps, window, ranks)
     streams: list[Any] = [x, residual]
     outputs: list[NkiTensor] = []
     for n in range(layers):
@@ -294,9 +362,9 @@ def decoder_layer_decode(
             part_of(norms, n, layers),
             part_of(caches, n, layers),
             part_of(biases, n, layers),
-            Stage(own[0:6], own_scales[0:6], x.dtype, StageKnobs(qkv_knobs)),
-            Stage(own[6:8], own_scales[6:8], x.dtype, StageKnobs(output_knobs)),
-            Stage(own[8:14], own_scales[8:14], x.dtype, StageKnobs(mlp_knobs)),
+            Stage(own[0:6], own_scales[0:6], x.dtype, StageKnobs(qkv_knobs), ranks, H, False),
+            Stage(own[6:8], own_scales[6:8], x.dtype, StageKnobs(output_knobs), ranks, 0, True),
+            Stage(own[8:14], own_scales[8:14], x.dtype, StageKnobs(mlp_knobs), ranks, H, True),
         )
         added = decoding.attention(layer, streams[0], streams[1])
         streams = decoding.mlp(layer, added[0], added[1], n + 1 == layers)
@@ -310,6 +378,16 @@ def part_of(operands: tuple[Any, ...], n: int, layers: int) -> tuple[Any, ...]:
     """The n-th layer's part of the operands of all layers."""
     each = len(operands) // layers
     return operands[n * each : (n + 1) * each]
+
+
+def side_by_side(hbm: NkiTensor, weights: list[DecodeWeight]) -> list[NkiTensor]:
+    """The columns of [M, ...] in HBM that are those of each weight."""
+    found: list[NkiTensor] = []
+    start = 0
+    for w in weights:
+        found.append(hbm[:, nl.ds(start, w.hbm.shape[1])])
+        start += w.hbm.shape[1]
+    return found
 
 
 def meet(hbm: NkiTensor) -> None:

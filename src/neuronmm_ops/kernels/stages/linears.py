@@ -5,7 +5,12 @@ from __future__ import annotations
 from neuronmm_ops.kernels.shim import NkiTensor, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk
 from neuronmm_ops.kernels.stages.decode import again, own, project, write_block
-from neuronmm_ops.kernels.stages.stationary import project_turned, turned, write_turned
+from neuronmm_ops.kernels.stages.stationary import (
+    Turned,
+    project_turned,
+    turned,
+    write_turned,
+)
 from neuronmm_ops.kernels.stages.tiling import output_blocks
 from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
@@ -93,32 +98,35 @@ def write_pairs(
 
 def write_dense(
     parts_hbm: list[NkiTensor],
-    chunks: list[KChunk],
+    sides: list[list[KChunk]],
     weights: list[DecodeWeight],
     biases: list[NkiTensor | None],
     knobs: LinearKnobs,
     resident: bool = True,
 ) -> None:
-    """parts[n] = x . weights[n] + biases[n]; both cores have all of x, and share the columns.
+    """parts[n] = sides[n] . weights[n] + biases[n]; both cores have all of x, and share columns.
 
     Args:
         parts_hbm: [M, N] of each weight.
-        chunks: of x.
+        sides: chunks of each weight's x, or of the one that all of them have.
         weights: [K, N].
         biases: [N] or None.
         knobs: of all weights.
         resident: x^T stays in SBUF; else x is loaded and transposed again for each block.
     """
-    x_turned = turned(chunks) if knobs.stationary else []
+    sides_turned: list[list[Turned]] = []
+    if knobs.stationary:
+        for chunks in sides:
+            sides_turned.append(turned(chunks))
     for n in range(len(weights)):
         w, to_hbm, bias = weights[n], parts_hbm[n], biases[n]
-        ends = n + 1 == len(weights)
+        ends, side = n + 1 == len(weights), min(n, len(sides) - 1)
         blocks = output_blocks(own(w.hbm.shape[1]), knobs.block, knobs.last_block if ends else 0)
         tile_bytes = knobs.tile_bytes
         if knobs.stationary:
-            write_turned(to_hbm, x_turned, w, bias, blocks, tile_bytes, n == 0, ends)
+            write_turned(to_hbm, sides_turned[side], w, bias, blocks, tile_bytes, n == 0, ends)
             continue
         for j in range(len(blocks)):
             first, last = n + j == 0, ends and j + 1 == len(blocks)
-            x_chunks = chunks if resident else again(chunks)
+            x_chunks = sides[side] if resident else again(sides[side])
             write_block(to_hbm, x_chunks, w, bias, blocks[j], tile_bytes, first, last)

@@ -69,5 +69,5 @@ def xw_decode(
     lanes = 0 if stationary else lanes_for([weight], M)
     chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype, None, lanes, weight.group)
     knobs = LinearKnobs(0, False, block, last_block, tile_bytes, stationary)
-    write_dense([out_hbm], chunks, [weight], [bias], knobs, resident)
+    write_dense([out_hbm], [chunks], [weight], [bias], knobs, resident)
     return out_hbm
