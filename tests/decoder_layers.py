@@ -26,12 +26,12 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def operands(
-    dtype: torch.dtype = torch.float64, ranks: tuple[int, int, int] = (16, 24, 40),
+    dtype: torch.dtype = torch.float64, ranks: tuple[int, ...] = (16, 24, 40),
     head_norm: bool = True, bias: bool = True, residual: bool = True, storage: str = "",
     layers: int = 1, window: int = 0,
 ) -> Operands:  # fmt: skip
     """Operands of `reference` by name; pairs of these ranks (qkv, output, MLP; 0: dense)."""
-    of_rank = [ranks[0]] * 3 + [ranks[1]] + [ranks[2]] * 3
+    of_rank = ranks if len(ranks) == 7 else [*ranks[:1] * 3, ranks[1], *ranks[2:] * 3]
     given: Operands = {"norms": [], "caches": [], "matrices": [], "biases": [], "scales": []}
     for layer in range(layers):
         seed = 100 * layer
@@ -70,6 +70,7 @@ KINDS = [
     {},
     {"ranks": (0, 0, 0), "head_norm": False},
     {"ranks": (16, 0, 40), "bias": False},
+    {"ranks": (16, 0, 8, 0, 0, 40, 20)},
     {"residual": False},
     {"window": 4},
 ]

@@ -148,11 +148,16 @@ def test_a_launch_has_no_more_layers_than_instructions_permit(monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"tp": 2}, "sum over ranks"), ({"targets": ("up_proj",)}, "all pairs or all dense")],
+    [({"tp": 2}, "sum over ranks"), ({"storage": "fp8"}, "weights of one storage")],
 )
 def test_layers_that_share_no_launch_say_why(tiny, options, words):
     low_rank = by_name(run(tiny, **SHORT, **options)["variants"])["low_rank"]
     assert words in low_rank["phases"]["decode"]["one_launch"]["left_out"]
+
+
+def test_stages_of_both_kinds_share_a_launch(tiny):
+    found = by_name(run(tiny, **SHORT, targets=("up_proj", "q_proj"))["variants"])
+    assert found["low_rank"]["phases"]["decode"]["one_launch"]["launches"] == 3
 
 
 def test_batches_share_the_weights(tiny, document):

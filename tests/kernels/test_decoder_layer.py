@@ -63,7 +63,7 @@ def check_layer(
     (target, lnc), (nq, kv, d), B = launch, heads, len(positions)
     rows = B * M
     sizes = [(H, nq * d), (H, kv * d), (H, kv * d), (nq * d, H), (H, inner), (H, inner), (inner, H)]
-    of_rank = [ranks[0]] * 3 + [ranks[1]] + [ranks[2]] * 3
+    of_rank = ranks if len(ranks) == 7 else [*ranks[:1] * 3, ranks[1], *ranks[2:] * 3]
     matrices = [
         matrix
         for n, ((K, N), r) in enumerate(zip(sizes, of_rank, strict=True))
@@ -153,6 +153,23 @@ def test_layers_in_one_launch_are_those_of_several(lnc, ranks):
         assert all(map(torch.equal, own, found))
 
 
+@pytest.mark.parametrize("lnc", [1, 2])
+@pytest.mark.parametrize("storage", ["", "fp8"])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        (16, 0, 8, 0, 40, 0, 0),
+        (0, 8, 0, 24, 0, 40, 16),
+        (0, 0, 0, 0, 0, 0, 40),
+        (8, 8, 0, 0, 8, 8, 0),
+    ],
+)
+def test_values_of_stages_of_both_kinds(ranks, storage, lnc):
+    check_layer(
+        ("trn2", lnc), torch.bfloat16, ranks=ranks, storage=storage, schedules=2 * (lnc - 1)
+    )
+
+
 @pytest.mark.parametrize("storage", ["fp8", "int8"])
 @pytest.mark.parametrize("ranks", [(16, 24, 40), (0, 0, 0)])
 @pytest.mark.parametrize("lnc", [1, 2])
@@ -219,7 +236,7 @@ def test_ranks_that_do_not_divide_rows():
 @given(
     launch=CORES, dtype=st.sampled_from(DTYPES), heads=st.sampled_from([(2, 1, 64), (6, 3, 32)]),
     H=st.sampled_from([64, 128, 200, 576]), inner=st.sampled_from([96, 384, 700]),
-    ranks=st.tuples(*[st.sampled_from([0, 8, 130])] * 3), M=st.integers(1, 4),
+    ranks=st.tuples(*[st.sampled_from([0, 8, 50])] * 7), M=st.integers(1, 4),
     positions=st.lists(st.integers(0, 130), min_size=1, max_size=3),
     window=st.sampled_from([0, 50]), head_norm=st.booleans(), bias=st.booleans(),
     residual=st.booleans(),

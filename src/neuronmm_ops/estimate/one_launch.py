@@ -34,9 +34,6 @@ def refusal(decoder: Decoder) -> str | None:
     for kind in decoder.kinds:
         if len({linear.stored for linear in _linears(kind)}) > 1:
             return "a launch has weights of one storage"
-        for names in (QKV, MLP):
-            if len({kind.linears[name].r is None for name in names}) > 1:
-                return f"{', '.join(names)} of a launch are all pairs or all dense"
     return None
 
 

@@ -67,8 +67,8 @@ def fuse_decoder_(model: M) -> M:
 
     Raises:
         ValueError: it has no such layer, or one that the op does not compute: an adapter or a hook,
-            a bias of the output projection or the MLP, RoPE of a part of each head, or several
-            kinds of Linears that read the same activations. The model is as before.
+            a bias of the output projection or the MLP, RoPE of a part of each head, or weights in
+            several storages. The model is as before.
     """
     layers = {name: module for name, module in model.named_modules() if _family(module)}
     if not layers:
@@ -197,15 +197,6 @@ def _operands(layer: Any) -> DecoderOperands:
     for linear in linears[3:]:
         if linear.bias is not None:
             raise ValueError(f"{linear.name} has a bias; the op has those of query, key and value")
-    for stage in (linears[:3], linears[4:]):
-        if len({linear.u is None for linear in stage}) > 1:
-            got = ", ".join(
-                [f"{each.name} {'low rank' if each.u is not None else 'dense'}" for each in stage]
-            )
-            raise ValueError(
-                f"projections of one input must be all low rank or all dense, got {got}; compress "
-                'with allocation="uniform"'
-            )
     window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
     if family == "Llama":
         window = None

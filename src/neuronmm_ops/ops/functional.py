@@ -301,8 +301,8 @@ def decoder_layer(
         caches: of a layer keys `[B, kv_heads, head_dim, T]` and values
             `[B, kv_heads, T, head_dim]`, finite; changed in place.
         matrices: of a layer u and v of query, key, value, output, gate, up and down, as in `xuv`;
-            of a dense one None and the weight `[in, out]`. Query, key and value are all pairs or
-            all dense, and so are gate, up and down.
+            of a dense one None and the weight `[in, out]`. Kernels are quickest where query, key
+            and value, and gate, up and down, are of one kind.
         biases: of a layer those of query, key and value, `[out]` or None; or none at all.
         scales: of a layer those of `matrices` in one byte, as in `xuv`; or none at all.
         activation: "silu", "gelu", "gelu_tanh" or "relu".
@@ -315,7 +315,7 @@ def decoder_layer(
 
     Raises:
         ValueError: shapes do not fit, a token's place is outside a cache (checked where positions
-            are on a CPU), or Linears that must be of one kind are not.
+            are on a CPU).
         TypeError: dtypes or devices differ, or the dtype is not supported.
     """
     lists = [list(each) for each in (norms, caches, matrices, biases, scales)]

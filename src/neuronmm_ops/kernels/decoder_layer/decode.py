@@ -48,7 +48,7 @@ class StageKnobs(nl.NKIObject):
 
 
 class Stage(nl.NKIObject):
-    """Linears that read the same activations, all of them pairs of factors or all dense.
+    """Linears that read the same activations, pairs of factors or dense.
 
     Args:
         matrices: u and v of each pair; None and the weight where they are dense.
@@ -73,6 +73,8 @@ class Stage(nl.NKIObject):
         self.ranks = ranks
         self.us: list[DecodeWeight] = []
         self.vs: list[DecodeWeight] = []
+        # of each Linear
+        self.is_pair: list[bool] = []
         for n in range(len(matrices)):
             matrix, scale = matrices[n], None
             if len(scales) > 0:
@@ -83,9 +85,13 @@ class Stage(nl.NKIObject):
                     self.us.append(weight)
                 else:
                     self.vs.append(weight)
+            if n % 2 == 0:
+                self.is_pair.append(not is_none(matrix))
         self.low_rank = len(self.us) > 0
-        alike = len(self.us) == 0 or len(self.us) == len(self.vs)
-        assert alike, "Linears of a stage must all be pairs, or all dense"
+        self.is_mixed = self.low_rank and len(self.us) < len(self.vs)
+        assert ranks.count == 1 or not self.is_mixed, (
+            "with ranks, Linears of a stage must all be pairs, or all dense"
+        )
         # what reads the activations
         self.first = self.us if self.low_rank else self.vs
         check_one_dtype(self.us)
@@ -103,7 +109,7 @@ class Stage(nl.NKIObject):
         self.divided = len(divided) > 0 and divided[0]
         for each in divided:
             assert each == self.divided, "ranks must divide both u of gate and up and v of down"
-        self.by_cores = self.low_rank and not self.divided
+        self.by_cores = self.low_rank and not self.divided and not self.is_mixed
         self.out_features = 0
         for w in self.vs:
             self.out_features += w.hbm.shape[1]
@@ -140,6 +146,25 @@ class Stage(nl.NKIObject):
         write_dense(side_by_side(low_hbm, us), [chunks], us, [None] * len(us), self.knobs.linear)
         return side_by_side(self.ranks.summed(low_hbm), us)
 
+    def sides(self, chunks: list[KChunk], count: int) -> list[list[KChunk]]:
+        """What each of the first weights of `vs` contracts, for cores that share columns."""
+        us: list[DecodeWeight] = []
+        for n in range(count):
+            if self.is_pair[n]:
+                us.append(self.us[len(us)])
+        low: list[NkiTensor] = []
+        if len(us) > 0:
+            low = self.low(chunks, us)
+        found: list[list[KChunk]] = []
+        seen = 0
+        for n in range(count):
+            if self.is_pair[n]:
+                found.append(self.chunks(low[seen]))
+                seen += 1
+            else:
+                found.append(chunks)
+        return found
+
     def chunks(self, hbm: NkiTensor) -> list[KChunk]:
         """This core's part of [M, K] in HBM."""
         M, K = hbm.shape
@@ -161,11 +186,12 @@ class Stage(nl.NKIObject):
             write_pairs(parts_hbm, chunks, self.us, self.vs, biases, self.knobs.linear)
             return
         sides = [chunks]
-        if self.divided:
-            low = self.low(chunks, self.us)
+        if self.divided and self.by_rows:
             sides = []
-            for each in low:
-                sides.append([self.own_chunk(each)] if self.by_rows else self.chunks(each))
+            for each in self.low(chunks, self.us):
+                sides.append([self.own_chunk(each)])
+        elif self.low_rank:
+            sides = self.sides(chunks, len(self.vs))
         write_dense(parts_hbm, sides, self.vs, biases, self.knobs.linear)
 
 
@@ -256,14 +282,16 @@ class Decoding(nl.NKIObject):
         out_hbm = nl.ndarray((tokens, H), dtype=x.dtype, buffer=nl.shared_hbm)
         if mlp.by_cores:
             write_gated(out_hbm, [normed], mlp.us, mlp.vs, knobs)
-        elif mlp.divided:
-            d_hbm = nl.ndarray((tokens, mlp.us[2].hbm.shape[1]), x.dtype, buffer=nl.shared_hbm)
-            sides: list[list[KChunk]] = []
-            for low_hbm in mlp.low([normed], mlp.us[0:2]):
-                sides.append(mlp.chunks(low_hbm))
-            write_dense_mlp(d_hbm, sides, [mlp.vs[0], mlp.vs[1], mlp.us[2]], knobs)
-            d = mlp.own_chunk(self.ranks.summed(d_hbm))
-            write_dense([out_hbm], [[d]], [mlp.vs[2]], [None], own_knobs.linear)
+        elif mlp.low_rank and mlp.is_pair[2]:
+            u_down = mlp.us[len(mlp.us) - 1]
+            d_hbm = nl.ndarray((tokens, u_down.hbm.shape[1]), x.dtype, buffer=nl.shared_hbm)
+            sides = mlp.sides([normed], 2)
+            write_dense_mlp(d_hbm, sides, [mlp.vs[0], mlp.vs[1], u_down], knobs)
+            d_hbm = self.ranks.summed(d_hbm)
+            d = [mlp.own_chunk(d_hbm)] if mlp.divided else mlp.chunks(d_hbm)
+            write_dense([out_hbm], [d], [mlp.vs[2]], [None], own_knobs.linear)
+        elif mlp.low_rank:
+            write_dense_mlp(out_hbm, mlp.sides([normed], 2), mlp.vs, knobs)
         else:
             write_dense_mlp(out_hbm, [[normed]], mlp.vs, knobs)
         if not last or self.ranks.count > 1:
@@ -317,7 +345,7 @@ def decoder_layer_decode(
         caches: of a layer keys [B, kv_heads, head_dim, T] and values [B, kv_heads, T, head_dim],
             finite.
         matrices: of a layer u and v of each Linear in the order of `LINEARS`, of a dense one None
-            and the weight; query, key and value are of one kind, and so are gate, up and down.
+            and the weight. Quickest are query, key and value, and gate, up and down, of one kind.
         biases: of a layer those of query, key and value, dtype of x, or None; or none at all.
         scales: float32, of each of `matrices` in one byte as in the kernels of ops; or none at all.
         activation: "silu", "gelu", "gelu_tanh" or "relu".

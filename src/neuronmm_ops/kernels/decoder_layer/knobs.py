@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from neuronmm_ops.kernels.decoder_layer.decode import KNOBS
-from neuronmm_ops.kernels.decoder_layer.operands import stage_matrices
+from neuronmm_ops.kernels.decoder_layer.operands import linears_of, stages_of
 from neuronmm_ops.kernels.knobs import Arguments, Knobs, core_part, even, inner_blocks
 
 if TYPE_CHECKING:
     from neuronmm_ops.kernels.problem import Problem
 
-OPS = {3: ("xw", "mlp"), 6: ("svd_qkv", "svd_mlp"), 1: ("xw",), 2: ("xuv",)}
-"""By the matrices of a stage the op that it is by itself, and that of the MLP."""
+OPS = {"qkv": ("svd_qkv", "xw"), "output": ("xuv", "xw"), "mlp": ("svd_mlp", "mlp")}
+"""What a stage is by itself where it has pairs alone, and otherwise."""
 MOST_TOKENS = 8
 """New tokens of a sequence that attention takes in a launch."""
 OTHERWISE = {"k_chunk": 1024, "inner_block": 512, "rank_block": 1024, "block": 1024} | {
@@ -36,11 +36,17 @@ def stages(problem: Problem) -> list[Problem]:
             f"{problem.M // sequences}; run a prompt by the layers themselves"
         )
     found: list[Problem] = []
-    for name, matrices in stage_matrices(problem).items():
-        op = OPS[len(matrices)][name == "mlp"]
-        if len(matrices) == 3 and name == "qkv":
+    for name, linears in stages_of(linears_of(problem)).items():
+        low_rank, dense = OPS[name]
+        if all(len(linear) == 2 for linear in linears):
+            matrices = tuple([matrix for linear in linears for matrix in linear])
+            found.append(replace(problem, op=low_rank, matrices=matrices, others=()))
+            continue
+        # of some pairs, too, cores share the columns of what follows u
+        matrices = tuple([(linear[0][0], linear[-1][1]) for linear in linears])
+        if name == "qkv":
             matrices = ((problem.K, sum([columns for _, columns in matrices])),)
-        found.append(replace(problem, op=op, matrices=matrices, others=()))
+        found.append(replace(problem, op=dense, matrices=matrices, others=()))
     return found
 
 
@@ -50,7 +56,7 @@ def decode(problem: Problem, *planned: Arguments) -> list[Knobs]:
     In one launch the stages share SBUF, and no stage waits for the one before to store its result:
     smaller blocks of a stage fit more of the next one's weights.
     """
-    names = [f"{name}_knobs" for name in stage_matrices(problem)]
+    names = [f"{name}_knobs" for name in OPS]
     start: Arguments = {
         name: packed(arguments) for name, arguments in zip(names, planned, strict=True)
     }

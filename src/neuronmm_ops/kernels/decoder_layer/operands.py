@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from neuroncore import TensorSpec
@@ -15,17 +15,28 @@ NORMS = ("input_norm", "mlp_norm", "query_norm", "key_norm")
 CACHES = ("key_cache", "value_cache")
 
 
-def stage_matrices(problem: Problem) -> dict[str, Matrices]:
-    """The matrices of each stage; of a dense Linear its weight, of a pair u and v.
+def linears_of(problem: Problem) -> list[Matrices]:
+    """u and v of each Linear in the kernel's order, or its dense weight.
 
-    A dense weight has the features of x as rows, or as columns, where a pair has a lower rank.
+    A pair's rank is less than its features: what follows its u has other rows than what the next
+    Linear begins with.
     """
-    given, H = problem.matrices, problem.K
-    qkv = 3 if given[1][0] == H else 6
-    output = qkv + (1 if given[qkv][1] == H else 2)
-    mlp = output + (3 if given[output + 1][0] == H else 6)
-    assert mlp == len(given), f"{problem.op}: stages are all pairs or all dense; got {given}"
-    return {"qkv": given[:qkv], "output": given[qkv:output], "mlp": given[output:]}
+    left, H = list(problem.matrices), problem.K
+    found: list[Matrices] = []
+    for n in range(7):
+        # of the Linear after: from x, from attention, from the gated features
+        features = found[n - 2][-1][1] if n == 2 else found[n - 1][-1][1] if n == 5 else H
+        is_pair = len(left) > 1 and (n == 6 or left[1][0] != features)
+        size = 1 + is_pair
+        found.append(tuple(left[:size]))
+        left = left[size:]
+    assert not left, f"{problem.op}: 7 Linears, each a pair or dense; got {problem.matrices}"
+    return found
+
+
+def stages_of(linears: Sequence[Matrices]) -> dict[str, Sequence[Matrices]]:
+    """The Linears of each stage."""
+    return {"qkv": linears[:3], "output": linears[3:4], "mlp": linears[4:]}
 
 
 def operands(problem: Problem, layers: int = 1) -> list[Any]:
@@ -41,13 +52,12 @@ def operands(problem: Problem, layers: int = 1) -> list[Any]:
 
     matrices: list[TensorSpec | None] = []
     scales: list[TensorSpec | None] = []
-    for own in stage_matrices(problem).values():
-        is_dense = len(own) in (1, 3)
-        for size in own:
-            shape, of_scale = storage.shapes(*size) if storage else (size, ())
-            stored = dtype_of(storage.tensor_dtype) if storage else x
-            matrices += [*([None] * is_dense), TensorSpec(shape, stored)]
-            scales += [*([None] * is_dense), TensorSpec(of_scale, dtype_of("float32"))]
+    stored = dtype_of(storage.tensor_dtype) if storage else x
+    for linear in linears_of(problem):
+        missing = [None] * (2 - len(linear))
+        shapes = [storage.shapes(*size) if storage else (size, ()) for size in linear]
+        matrices += [*missing, *[TensorSpec(shape, stored) for shape, _ in shapes]]
+        scales += [*missing, *[TensorSpec(scale, dtype_of("float32")) for _, scale in shapes]]
     first = [TensorSpec((problem.M, problem.K), x)]
     first += [others.get(name) for name in ("residual", "cos", "sin", "positions")]
     lists = [each_layers(NORMS), each_layers(CACHES), tuple(matrices) * layers, ()]

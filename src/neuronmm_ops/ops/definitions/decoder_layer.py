@@ -14,8 +14,6 @@ from neuronmm_ops.storages import COMPUTES, size_of
 
 LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
 """Order of the Linears among the operands."""
-STAGES = (LINEARS[:3], LINEARS[3:4], LINEARS[4:])
-"""Linears that are of one kind: all of them pairs, or all dense, and stored alike."""
 
 Tensors = Sequence[Tensor | None]
 
@@ -239,7 +237,7 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def _check_layer(where: str, layer: LayerOperands, H: int) -> None:
-    """Refuse heads that do not fit caches, and Linears of several kinds in a stage."""
+    """Refuse heads that do not fit caches, and Linears that do not fit each other."""
     (_, kv, d, _), linears = layer.keys.shape, layer.linears
     width, inner = linears["query"].features[1], linears["gate"].features[1]
     if width % (kv * d):
@@ -258,12 +256,6 @@ def _check_layer(where: str, layer: LayerOperands, H: int) -> None:
             raise _refused(
                 f"{where}{linear.name}: a pair's rank must be less than its features, got rank "
                 f"{size_of(linear.u)[1]} of {[K, N]}; make it dense"
-            )
-    for names in STAGES:
-        kinds = ["pair" if linears[name].u is not None else "dense" for name in names]
-        if len(set(kinds)) > 1:
-            raise _refused(
-                f"{where}{', '.join(names)} must be all pairs or all dense, got {', '.join(kinds)}"
             )
 
 
