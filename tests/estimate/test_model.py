@@ -148,7 +148,10 @@ def test_a_launch_has_no_more_layers_than_instructions_permit(monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"tp": 2}, "sum over ranks"), ({"storage": "fp8"}, "weights of one storage")],
+    [
+        ({"tp": 2}, "sum over ranks"),
+        ({"storage": "fp8", "targets": ("up_proj",)}, "gate_proj, up_proj, down_proj of a launch"),
+    ],
 )
 def test_layers_that_share_no_launch_say_why(tiny, options, words):
     low_rank = by_name(run(tiny, **SHORT, **options)["variants"])["low_rank"]
@@ -156,8 +159,9 @@ def test_layers_that_share_no_launch_say_why(tiny, options, words):
 
 
 def test_stages_of_both_kinds_share_a_launch(tiny):
-    found = by_name(run(tiny, **SHORT, targets=("up_proj", "q_proj"))["variants"])
-    assert found["low_rank"]["phases"]["decode"]["one_launch"]["launches"] == 3
+    for options in ({"targets": ("up_proj", "q_proj")}, {"storage": "fp8"}):
+        found = by_name(run(tiny, **SHORT, **options)["variants"])
+        assert found["low_rank"]["phases"]["decode"]["one_launch"]["launches"] == 3
 
 
 def test_batches_share_the_weights(tiny, document):

@@ -153,6 +153,14 @@ def test_some_projections_of_one_input_may_be_dense(names, calls):
     assert_fused(model, calls, padded=False)
 
 
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+def test_the_mlp_alone_may_be_stored(storage, calls):
+    stored, model = factored(family_model("llama"), "low rank", storage), family_model("llama")
+    for layer, own in zip(model.model.layers, stored.model.layers, strict=True):
+        layer.mlp = own.mlp
+    assert_fused(model, calls, padded=False)
+
+
 def stepped(model: PreTrainedModel, sizes: tuple[int, ...] = (9, 1, 1, 1, 1)) -> Tensor:
     """Logits of a text that passes in pieces of these sizes, batch 1."""
     past = StaticCache(config=model.config, max_cache_len=40)

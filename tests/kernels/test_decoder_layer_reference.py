@@ -118,6 +118,29 @@ def test_the_simulated_op_has_the_values_of_the_reference(ranks, layers, storage
         torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("first", [slice(0, 8), slice(8, 14)])
+def test_stages_may_be_stored_apart(first):
+    given, plain_weights = operands(torch.float32, storage="int8"), operands(torch.float32)
+    given["matrices"][first] = plain_weights["matrices"][first]
+    given["scales"][first] = [None] * len(given["scales"][first])
+    on_core = {**given, "caches": cast(given["caches"], torch.float32)}
+    with nm.use_impl("simulated", target="trn2"):
+        found = [*called(on_core), *on_core["caches"]]
+    for own, wanted in zip(found, [*called(given), *given["caches"]], strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_stage_is_stored_alike():
+    given, other = operands(torch.float32, storage="int8"), operands(torch.float32, storage="fp8")
+    for name in ("matrices", "scales"):
+        given[name][2:4] = other[name][2:4]
+    with pytest.raises(ValueError, match=r"query, key, value must be stored alike, got torch.int8"):
+        called(given)
+    given["matrices"][1], given["scales"][1] = other["matrices"][1], other["scales"][1]
+    with pytest.raises(ValueError, match=r"query: a pair's factors must be stored alike"):
+        called(given)
+
+
 def test_a_prompt_is_no_decode():
     given = operands(torch.float32)
     given |= {name: given[name].repeat(1, 3, 1) for name in ("x", "residual", "cos", "sin")}

@@ -15,6 +15,7 @@ from neuroncore.hardware import resolve_target
 from neuronmm_ops.estimate.launches import PassCost
 from neuronmm_ops.estimate.linears import DTYPE, MLP, QKV, Linear
 from neuronmm_ops.kernels.decoder_layer.operands import operands
+from neuronmm_ops.kernels.problem import several
 from neuronmm_ops.plan import MAX_INSTRUCTIONS, Other, Plan, plan_op
 from neuronmm_ops.plan.launches import PlannedKernel, planned_kernels, shapes_of
 
@@ -32,8 +33,9 @@ def refusal(decoder: Decoder) -> str | None:
     if decoder.mlp != "ours":
         return "published kernels are launches of their own"
     for kind in decoder.kinds:
-        if len({linear.stored for linear in _linears(kind)}) > 1:
-            return "a launch has weights of one storage"
+        for names in (QKV, MLP):
+            if len({kind.linears[name].stored for name in names}) > 1:
+                return f"{', '.join(names)} of a launch are stored alike"
     return None
 
 
@@ -76,7 +78,7 @@ def _plan(decoder: Decoder, kind: Kind, T: int) -> Plan:
     matrices = tuple([shape for linear in linears for shape in linear.shapes])
     return plan_op(
         *("decoder_layer", decoder.batch, matrices, DTYPE, decoder.target, decoder.lnc),
-        weight_dtype=linears[0].stored,
+        weight_dtype=several([linear.stored for linear in linears for _ in linear.shapes]),
         others=_others(decoder, T),
     )
 

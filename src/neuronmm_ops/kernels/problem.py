@@ -6,6 +6,7 @@ Pure arithmetic on the facts of `hardware`: no simulation. All times modelled.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -20,9 +21,17 @@ Phase = Literal["prefill", "decode"]
 Block = int | bool | str | tuple[int, ...]
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
+SEVERAL = "/"
+"""Between the dtypes of weights that are not stored alike."""
+
 Matrices = tuple[tuple[int, ...], ...]
 Other = tuple[str, tuple[int, ...], str]
 """A kernel's parameter, its shape, in which -1 stands for the tokens, its dtype, empty for x's."""
+
+
+def several(dtypes: Sequence[str]) -> str:
+    """A problem's `weight_dtype`, of that of each of its weights."""
+    return SEVERAL.join(dtypes if len({*dtypes}) > 1 else dtypes[:1])
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Problem:
         lnc: NeuronCores that share the launch, 1 or 2 (trn2 and trn3 only).
         bf16_partial_sums: a kernel may round partial sums in SBUF to dtype, which halves them.
         weight_dtype: of weights in a storage, as `storages.dtype_name`; empty where they are of
-            `dtype`.
+            `dtype`; of weights in several, that of each, as `several` joins them.
         compute: "x", or "fp8" where prefill may round activations to fp8, token by token.
         others: tensors that the op is given beside x, its matrices, scales and biases; x itself
             where there is no matrix.
@@ -69,7 +78,7 @@ class Problem:
         machine.check_lnc(self.lnc)
 
     def _check_precision(self) -> None:
-        if self.weight_dtype and self.storage is None:
+        if not {*self.weight_dtypes} <= {"", *BY_DTYPE}:
             raise ValueError(
                 f"weight_dtype must be one of {', '.join(BY_DTYPE)}, or empty for that of "
                 f"x; got {self.weight_dtype!r}"
@@ -84,8 +93,14 @@ class Problem:
             )
 
     @property
+    def weight_dtypes(self) -> list[str]:
+        """`weight_dtype` of each of the weights."""
+        names = self.weight_dtype.split(SEVERAL)
+        return names if len(names) > 1 else names * len(self.matrices)
+
+    @property
     def storage(self) -> WeightStorage | None:
-        """Of the weights; None where they are of `dtype`."""
+        """Of the weights; None where they are of `dtype`, or of several."""
         return BY_DTYPE.get(self.weight_dtype)
 
     @property
@@ -169,8 +184,8 @@ class Problem:
         out = getattr(self._folder, "RESULT_BYTES", self.itemsize * self.N)
         features = self.K + sum([math.prod(s[1:]) for _, s, _ in self.others if -1 in s])
         activations = self.M * (self.itemsize * features + out)
-        stored = self.weight_dtype
-        return activations + sum([matrix_bytes(s, self.itemsize, stored) for s in self.matrices])
+        each = zip(self.matrices, self.weight_dtypes, strict=True)
+        return activations + sum([matrix_bytes(s, self.itemsize, stored) for s, stored in each])
 
     @property
     def roofline_ms(self) -> float:

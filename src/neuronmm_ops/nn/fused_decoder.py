@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from neuronmm_ops.nn.bare import is_bare
 from neuronmm_ops.nn.decode_cache import decode_cache
@@ -15,7 +14,7 @@ from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.svd_mlp import SVDMLP, activation_name, gated_activation
 from neuronmm_ops.nn.svd_qkv import PROJECTIONS, QKVProjection
 from neuronmm_ops.ops import decoder_layer
-from neuronmm_ops.ops.definitions.decoder_layer import LINEARS, LinearOperands
+from neuronmm_ops.ops.definitions.decoder_layer import LINEARS, SPEC, LinearOperands
 
 FAMILIES = ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3")
 """Whose decoder layers compute what the op does; classes of Transformers begin with these."""
@@ -35,21 +34,25 @@ class DecoderOperands(NamedTuple):
     window: int
     head_dim: int
 
-    def run(
+    def run(self, *given: Any) -> Tensor:
+        """Return the layer's output for what `arguments` takes; its caches get the new tokens."""
+        added, stream = decoder_layer(*self.arguments(*given))
+        return stream + added
+
+    def arguments(
         self, x: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor, caches: Sequence[Tensor]
-    ) -> Tensor:
-        """Return the layer's output for x `[B, M, H]`; its caches get the new tokens."""
+    ) -> tuple[Any, ...]:
+        """Return the op's arguments for x `[B, M, H]`."""
         cos, sin = [table.expand(len(x), -1, -1) for table in tables]
         matrices = [m for linear in self.linears for m in (linear.u, linear.v)]
         scales = [s for linear in self.linears for s in (linear.u_scale, linear.v_scale)]
         window = self.window if self.window < caches[0].shape[3] else 0
-        added, stream = decoder_layer(
+        return (
             *(x, None, cos, sin, positions, self.norms, caches, matrices),
             [linear.bias for linear in self.linears[:3]],
             scales if any(scale is not None for scale in scales) else (),
             *(self.activation, self.eps, window),
         )
-        return stream + added
 
 
 def fuse_decoder_(model: M) -> M:
@@ -156,17 +159,16 @@ def _family(module: nn.Module) -> str:
 
 @torch.no_grad()
 def _check(layer: Any) -> None:
-    """Let the op check the operands of one token, without values."""
+    """Let the op check the operands of one token."""
     if "forward" in vars(layer) and not is_fused(layer):
         raise ValueError("its forward is replaced; remove the hooks, or load it on one device")
     operands, weight = _operands(layer), layer.input_layernorm.weight
     (H,), d = weight.shape, operands.head_dim
     heads = operands.linears[1].features[1] // d
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        caches = [weight.new_empty(1, heads, d, 1), weight.new_empty(1, heads, 1, d)]
-        x, table = weight.new_empty(1, 1, H), weight.new_empty(1, 1, d)
-        place = torch.zeros(1, dtype=torch.int32, device=weight.device)
-        operands.run(x, (table, table), place, caches)
+    caches = [weight.new_empty(1, heads, d, 1), weight.new_empty(1, heads, 1, d)]
+    x, table = weight.new_empty(1, 1, H), weight.new_empty(1, 1, d)
+    place = torch.zeros(1, dtype=torch.int32, device=weight.device)
+    SPEC.check(*operands.arguments(x, (table, table), place, caches))
 
 
 def _operands(layer: Any) -> DecoderOperands:

@@ -88,6 +88,7 @@ class LayeredSpec(OpSpec):
                 outputs=self.outputs,
                 is_scaled=self.is_scaled,
                 computes=self.computes,
+                is_mixed=self.is_mixed,
                 rule=self.rule,
                 layered=self,
                 layers=layers,

@@ -100,6 +100,7 @@ class OpSpec:
         is_scaled: whether factors may be in one byte, with `scales` after the choices and then the
             choice `compute`.
         computes: values of that choice.
+        is_mixed: whether some factors may be in one byte, and others not.
         cuts: names of the sizes that ranks may divide between them; `N` stands for all sizes of
             `outputs`.
         rule: raises ValueError for arguments, in the order of the schema, which shapes and dtypes
@@ -117,6 +118,7 @@ class OpSpec:
     outputs: tuple[str, ...] = ("N",)
     is_scaled: bool = False
     computes: tuple[str, ...] = COMPUTES
+    is_mixed: bool = False
     cuts: tuple[str, ...] = ()
     rule: Callable[..., None] | None = None
 
@@ -348,6 +350,8 @@ class OpSpec:
         is_stored = self.is_scaled and storage_of(first.dtype) is not None
         for operand, tensor in zip(self.operands[1:], tensors[1:], strict=False):
             like = first if is_stored and operand.role == "factor" else x
+            if self.is_mixed and operand.role == "factor" and tensor is not None:
+                like = x if storage_of(tensor.dtype) is None else tensor
             dtype = torch.int32 if operand.role == "integer" else like.dtype
             if tensor is None or (tensor.dtype == dtype and tensor.device == x.device):
                 continue
@@ -357,8 +361,7 @@ class OpSpec:
             raise TypeError(self._unlike(x, like, operand.name, tensor))
         scales = zip(self.factors, self.scales, tensors[len(self.operands) :], strict=False)
         for place, operand, scale in scales:
-            factor = None if tensors[place] is None else first
-            self._check_scale(x, factor, operand.name, scale)
+            self._check_scale(x, tensors[place], operand.name, scale)
         for place in self.activations[1:]:
             self._check_leading(x, self.operands[place].name, tensors[place])
         for rule in self._equal_sizes:

@@ -36,17 +36,20 @@ def stages(problem: Problem) -> list[Problem]:
             f"{problem.M // sequences}; run a prompt by the layers themselves"
         )
     found: list[Problem] = []
+    stored = problem.weight_dtypes
     for name, linears in stages_of(linears_of(problem)).items():
         low_rank, dense = OPS[name]
+        own, stored = stored[0], stored[sum([len(linear) for linear in linears]) :]
+        kept: dict[str, Any] = {"weight_dtype": own, "others": ()}
         if all(len(linear) == 2 for linear in linears):
             matrices = tuple([matrix for linear in linears for matrix in linear])
-            found.append(replace(problem, op=low_rank, matrices=matrices, others=()))
+            found.append(replace(problem, op=low_rank, **kept, matrices=matrices))
             continue
         # of some pairs, too, cores share the columns of what follows u
         matrices = tuple([(linear[0][0], linear[-1][1]) for linear in linears])
         if name == "qkv":
             matrices = ((problem.K, sum([columns for _, columns in matrices])),)
-        found.append(replace(problem, op=dense, matrices=matrices, others=()))
+        found.append(replace(problem, op=dense, **kept, matrices=matrices))
     return found
 
 

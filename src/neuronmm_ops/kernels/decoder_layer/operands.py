@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from neuroncore import TensorSpec
 from neuroncore.dtypes import dtype_of
+from neuronmm_ops.storages import BY_DTYPE
 
 if TYPE_CHECKING:
     from neuronmm_ops.kernels.problem import Matrices, Problem
@@ -41,7 +42,7 @@ def stages_of(linears: Sequence[Matrices]) -> dict[str, Sequence[Matrices]]:
 
 def operands(problem: Problem, layers: int = 1) -> list[Any]:
     """Operands of so many alike layers in the kernel's order, without values and biases."""
-    x, storage = dtype_of(problem.dtype), problem.storage
+    x = dtype_of(problem.dtype)
     others: dict[str, TensorSpec] = {}
     for name, shape, dtype in problem.others:
         sizes = tuple([problem.M if size < 0 else size for size in shape])
@@ -52,13 +53,17 @@ def operands(problem: Problem, layers: int = 1) -> list[Any]:
 
     matrices: list[TensorSpec | None] = []
     scales: list[TensorSpec | None] = []
-    stored = dtype_of(storage.tensor_dtype) if storage else x
+    stored = iter(problem.weight_dtypes)
     for linear in linears_of(problem):
         missing = [None] * (2 - len(linear))
-        shapes = [storage.shapes(*size) if storage else (size, ()) for size in linear]
-        matrices += [*missing, *[TensorSpec(shape, stored) for shape, _ in shapes]]
-        scales += [*missing, *[TensorSpec(scale, dtype_of("float32")) for _, scale in shapes]]
+        matrices += missing
+        scales += missing
+        for size in linear:
+            storage = BY_DTYPE.get(next(stored))
+            shape, of_scale = storage.shapes(*size) if storage else (size, ())
+            matrices.append(TensorSpec(shape, dtype_of(storage.tensor_dtype) if storage else x))
+            scales.append(TensorSpec(of_scale, dtype_of("float32")) if storage else None)
     first = [TensorSpec((problem.M, problem.K), x)]
     first += [others.get(name) for name in ("residual", "cos", "sin", "positions")]
     lists = [each_layers(NORMS), each_layers(CACHES), tuple(matrices) * layers, ()]
-    return [*first, *lists, tuple(scales) * layers if storage else ()]
+    return [*first, *lists, tuple(scales) * layers if any(scales) else ()]

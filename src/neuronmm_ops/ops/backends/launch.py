@@ -109,6 +109,7 @@ def launch_of(
         ValueError: shapes do not fit, or are not known.
         TypeError: dtypes or devices differ, or the dtype is not one of a NeuronCore's.
     """
+    from neuronmm_ops.kernels.problem import several
     from neuronmm_ops.plan import plan_op
 
     spec.check(*spec.joined(tensors, choices))
@@ -120,16 +121,19 @@ def launch_of(
             "cast x and the weights"
         )
     *lead, _ = static_shape(spec.name, x)
-    storage = storage_of(spec.first_factor(tensors).dtype)
     planned = [(operand, _most(spec.name, given)) for operand, given in spec.planned(tensors)]
-    shapes = [shape for operand, shape in planned if operand.role == "factor"]
-    matrices = tuple([storage.size(*shape) if storage else shape for shape in shapes])
+    factors = [
+        (storage_of(given[0].dtype), _most(spec.name, given))
+        for operand, given in spec.planned(tensors)
+        if operand.role == "factor"
+    ]
+    matrices = tuple([storage.size(*shape) if storage else shape for storage, shape in factors])
     if 0 in lead or any(0 in shape for shape in matrices):
         return None
     chosen = dict(zip(spec.options, choices, strict=True))
     plan = plan_op(
         *(spec.name, math.prod(lead), matrices, DTYPE_NAMES[x.dtype], target, lnc),
-        weight_dtype=storage.dtype if storage else "",
+        weight_dtype=several([storage.dtype if storage else "" for storage, _ in factors]),
         compute=str(chosen.get("compute", "x")),
         others=tuple(
             [

@@ -252,10 +252,22 @@ def _check_layer(where: str, layer: LayerOperands, H: int) -> None:
         K, N = linear.features
         if size != (K, N):
             raise _refused(f"{where}{linear.name} must be {list(size)}, got {[K, N]}")
+        if linear.u is not None and linear.u.dtype != linear.v.dtype:
+            raise _refused(
+                f"{where}{linear.name}: a pair's factors must be stored alike, got "
+                f"{linear.u.dtype} and {linear.v.dtype}"
+            )
         if linear.u is not None and size_of(linear.u)[1] >= min(K, N):
             raise _refused(
                 f"{where}{linear.name}: a pair's rank must be less than its features, got rank "
                 f"{size_of(linear.u)[1]} of {[K, N]}; make it dense"
+            )
+
+    for names in (LINEARS[:3], LINEARS[4:]):
+        dtypes = [str(linears[name].v.dtype) for name in names]
+        if len({*dtypes}) > 1:
+            raise _refused(
+                f"{where}{', '.join(names)} must be stored alike, got {', '.join(dtypes)}"
             )
 
 
@@ -297,5 +309,6 @@ SPEC = LayeredSpec(
     outputs=("H", "H"),
     is_scaled=True,
     computes=COMPUTES[:1],
+    is_mixed=True,
     rule=rule,
 )
