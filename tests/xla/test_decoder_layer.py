@@ -3,17 +3,21 @@
 import ctypes
 from typing import Any
 
+import pytest
 import torch
 import torch_xla
 from decoder_layers import cast, operands
 from graphs import lowered
 from host import tensor_at
 from torch.utils._pytree import tree_map_only
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import neuronmm_ops as nm
 from neuronmm_ops.ops.definitions.decoder_layer import SPEC
 
 
-def test_layers_are_one_call_that_changes_the_caches(device, handler, monkeypatch):
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_layers_are_one_call_that_changes_the_caches(device, handler, monkeypatch, mode):
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn1")
     given = operands(torch.float32, (16, 0, 40), layers=2, bias=False)
     args = SPEC.complete((), given)
@@ -36,7 +40,8 @@ def test_layers_are_one_call_that_changes_the_caches(device, handler, monkeypatc
     monkeypatch.setattr(handler, "call", call)
     wanted = cast(given, torch.float32)
     there = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), given)
-    results = torch.ops.neuronmm.decoder_layer(**there)
+    with mode():
+        results = nm.decoder_layer(**there)
     (lowered_call,) = lowered(*results, *there["caches"]).calls
     assert lowered_call.config["klir_binary"]["input_names"] == [
         operand.name
@@ -49,3 +54,18 @@ def test_layers_are_one_call_that_changes_the_caches(device, handler, monkeypatc
     expected = [*SPEC.reference(**wanted), *wanted["caches"]]
     for found, own in zip([*results, *there["caches"]], expected, strict=True):
         torch.testing.assert_close(found.cpu(), own)
+
+
+def test_a_fused_model_has_the_tokens_of_the_unfused_one(device, monkeypatch):
+    monkeypatch.setenv("NEURONMM_XLA", "composite")
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, prompt = LlamaForCausalLM(config).eval(), torch.randint(0, 64, (1, 9))
+    settings = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
+    wanted = model.generate(prompt, **settings, disable_compile=True)
+    nm.fuse_decoder_(model.to(device))
+    found = model.generate(prompt.to(device), **settings, disable_compile=True)
+    assert torch.equal(found.cpu(), wanted)

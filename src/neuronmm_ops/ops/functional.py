@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from neuronmm_ops.ops import register as register  # registers the ops
+from neuronmm_ops.ops.backends.xla import CHANGING
 
 # Bound once: looking an overload up costs more than calling it.
 _XUV = torch.ops.neuronmm.xuv.default
@@ -319,5 +320,7 @@ def decoder_layer(
         TypeError: dtypes or devices differ, or the dtype is not supported.
     """
     lists = [list(each) for each in (norms, caches, matrices, biases, scales)]
-    first = (x, residual, cos, sin, positions)
-    return _call(_DECODER_LAYER, *first, *lists, activation, eps, window)
+    args = (x, residual, cos, sin, positions, *lists, activation, eps, window)
+    if x.device.type == "xla" and not torch.compiler.is_compiling():
+        return CHANGING["decoder_layer"](*args)
+    return _call(_DECODER_LAYER, *args)

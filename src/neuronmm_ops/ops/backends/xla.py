@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any
@@ -54,6 +54,8 @@ _PROBLEM = (
 
 _api_version = API_NEURON
 _computations: dict[tuple[Any, ...], Any] = {}
+CHANGING: dict[str, Callable[..., Any]] = {}
+"""Ops with a state: below autograd the dispatcher refuses them on XLA."""
 
 
 @contextmanager
@@ -250,6 +252,7 @@ def register_op(spec: OpSpec) -> None:
         return lower(*args, **kwargs)
 
     if spec.states:
+        CHANGING[spec.name] = change
         LIBRARY.impl(spec.name, change, "AutogradXLA")
 
 
