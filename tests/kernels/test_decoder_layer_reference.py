@@ -118,6 +118,18 @@ def test_the_simulated_op_has_the_values_of_the_reference(ranks, layers, storage
         torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("other", [(20, 8, 24), (0, 0, 0), (0, 24, 0)])
+def test_layers_of_a_launch_may_differ(other):
+    first, second = operands(torch.float32), operands(torch.float32, other)
+    names = ("norms", "caches", "matrices", "biases", "scales")
+    given = first | {name: first[name] + second[name] for name in names}
+    on_core = {**given, "caches": cast(given["caches"], torch.float32)}
+    with nm.use_impl("simulated", target="trn2"):
+        found = [*called(on_core), *on_core["caches"]]
+    for own, wanted in zip(found, [*called(given), *given["caches"]], strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("first", [slice(0, 8), slice(8, 14)])
 def test_stages_may_be_stored_apart(first):
     given, plain_weights = operands(torch.float32, storage="int8"), operands(torch.float32)

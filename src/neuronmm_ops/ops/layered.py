@@ -158,15 +158,24 @@ class LayersSpec(OpSpec):
         return found
 
     def planned(self, tensors: Sequence[Any]) -> list[tuple[Operand, list[Tensor]]]:
-        """What a plan of one layer is for: each operand, of all layers that have it."""
+        """What a plan of one layer is for: each operand that the first has, of those like it.
+
+        A layer is like the first one if it has the same operands: as many Linears are pairs.
+        """
         values = dict(zip([each.name for each in self.operands], tensors, strict=False))
-        found: list[tuple[Operand, list[Tensor]]] = []
-        for operand in self._of_any.operands:
-            copies = _repeated([operand], self.layers)
-            given = [values[each.name] for each in copies]
-            if given := [each for each in given if each is not None]:
-                found.append((operand, given))
-        return found
+        layers = [
+            [values[_of_layer(each, n).name if each.group else each.name] for each in self._own]
+            for n in range(self.layers)
+        ]
+        missing = [[each is None for each in own] for own in layers]
+        alike = [own for own, gaps in zip(layers, missing, strict=True) if gaps == missing[0]]
+        given = zip(self._own, zip(*alike, strict=True), strict=True)
+        return [(operand, list(own)) for operand, own in given if own[0] is not None]
+
+    @property
+    def _own(self) -> tuple[Operand, ...]:
+        """The operands of any layer."""
+        return self._of_any.operands
 
 
 def _argument(operand: Operand) -> str:
