@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks import layer
+from neuronmm_ops.estimate.one_launch import layers_cost
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.2])
@@ -25,12 +26,11 @@ def test_no_table_of_a_function_is_waited_for():
 
 
 def test_a_layer_reads_its_weights_and_its_cache_once():
-    found = layer.ModelledLayer("Qwen3-0.6B", "", 0.2, 1)
-    sizes = [(K, N, found.rank(name)) for name, (K, N) in found.shape.projections.items()]
-    weights = sum(2 * r * (K + N) for K, N, r in sizes)
-    cache = 2 * 2 * found.shape.kv_heads * layer.TOKENS * found.shape.head_dim
-    profile = next(layer.one_launch(found))
-    assert weights + cache < profile.hbm_read_bytes < 1.002 * (weights + cache)
+    decoder = layer.ModelledLayer("Qwen3-0.6B", "", 0.2, 1).decoder()
+    weights = sum(decoder.kinds[0].linears[name].bytes for name in decoder.whole.projections)
+    cache = 2 * 2 * decoder.whole.kv_heads * layer.TOKENS * decoder.whole.head_dim
+    cost, _ = layers_cost(decoder, {layer.TOKENS: 1.0})
+    assert weights + cache < cost.hbm_bytes < 1.01 * (weights + cache)
 
 
 def test_the_command(run, monkeypatch):
