@@ -187,7 +187,7 @@ def test_a_budget_of_modelled_time_is_met_by_the_plans_of_what_was_bought():
     report = compress_(model, config, token_batches(2), dtypes=in_bfloat16(model))
 
     def planned_us(K, N, r, storage):
-        matrices, stored = ((K, N),) if r is None else ((K, r), (r, N)), dtype_name(storage)
+        matrices, stored = ((K, N),) if r is None else ((K, r), (r, N)), dtype_name(storage) or ""
         op = "xw" if r is None else "xuv"
         times = {M: plan_op(op, M, matrices, target="trn2", weight_dtype=stored) for M in tokens}
         return 1e3 * sum(weight * times[M].time_ms for M, weight in tokens.items())
