@@ -63,3 +63,13 @@ def test_what_is_changed_in_place_is_an_alias(device, handler, monkeypatch):
         torch_xla.sync()
         append(x.cpu(), cache, position)
         assert torch.equal(there.cpu(), cache)
+
+
+def test_calls_with_other_biases_are_other_calls(device):
+    """Of one shape: a computation that is kept is for the biases that it has."""
+    x, u, v = (torch.randn(s, device=device) for s in ((2, 64), (64, 16), (16, 32)))
+    bias, names = torch.randn(32, device=device), list[list[str]]()
+    for biases in ([None, bias, None], [None, None, bias]):
+        (call,) = lowered(OPS.svd_qkv(x, u, v, u, v, u, v, *biases)).calls
+        names.append(call.config["klir_binary"]["input_names"])
+    assert ["bias_key" in each for each in names] == [True, False]
