@@ -61,3 +61,23 @@ def test_masked_tokens_are_no_error():
 def test_the_compute_dtype_is_said(run, dense):
     arguments = ("--prompt", "The", "--new-tokens", "2", "--dtype", "bfloat16", "--json")
     assert run("generate", dense, *arguments).document()["compute_dtype"] == "bfloat16"
+
+
+def test_a_draft_is_timed_beside_generating_without_it(run, dense, small):
+    command = ("generate", dense, "--prompt", "The", "--new-tokens", "12", "--draft", small)
+    document = run(*command, "--tokens-ahead", "2", "--json").document()
+    alone = run("generate", dense, "--prompt", "The", "--new-tokens", "12", "--json").document()
+    assert (document["text"], "draft" in alone) == (alone["text"], False)
+    found = document["draft"]
+    assert (found["tokens_ahead"], found["is_same_text"]) == (2, True)
+    assert 0 <= found["accepted"] == document["new_tokens"] - found["passes"] <= found["drafted"]
+    assert min(found["tokens_per_s"], found["tokens_per_s_without"]) > 0
+    page = run(*command).page()
+    assert "drafted tokens accepted, 3 ahead" in page
+
+
+def test_what_a_draft_does_not_go_with(run, dense, small):
+    command = ("generate", dense, "--prompt", "The")
+    refused(run(*command, "--tokens-ahead", "2"), "give --draft DIR")
+    refused(run(*command, "--draft", small, "--backend", "simulated"), "--draft takes one process")
+    refused(run(*command, "--draft", small, "--tokens-ahead", "9"), "must be 1 to 8, got 9")

@@ -1,6 +1,7 @@
 """`generate`: continue a prompt, or answer a chat message, greedily."""
 
 import argparse
+import time
 from typing import Any
 
 from neuroncore.cli.console import stderr
@@ -31,24 +32,64 @@ def add(commands: Any) -> None:
         default="torch",
         help="simulated: a NeuronCore decodes, with a modelled time",
     )
+    command.add_argument(
+        "--draft",
+        metavar="DIR",
+        help="a smaller model that proposes tokens; timed with it and without",
+    )
+    command.add_argument(
+        "--tokens-ahead",
+        type=int,
+        metavar="N",
+        help="that the draft proposes, 1 to 8 (default: as the draft's record says, or 3)",
+    )
 
 
 def _generate(options: argparse.Namespace) -> dict[str, Any]:
     hf = transformers_models()
+    from neuronmm_ops.hf.drafts import passes_counted
     from neuronmm_ops.ops.backends.cpu import name_of
 
     if options.new_tokens < 1:
         raise ValueError(f"--new-tokens must be at least 1, got {options.new_tokens}")
+    if options.draft is None and options.tokens_ahead is not None:
+        raise ValueError("--tokens-ahead is of a draft; give --draft DIR")
+    if options.draft and (options.backend == "simulated" or launched() > 1):
+        raise ValueError("--draft takes one process and --backend torch")
     if options.backend == "simulated":
         return _simulate(hf, options)
     with stderr.status(f"loading {options.model}"):
         model = hf.load_packed(options.model, options.dtype, options.device, launched())
         tokenizer = hf.load_tokenizer(options.model)
-    with stderr.status(f"generating up to {options.new_tokens} tokens"):
-        text, new_tokens = hf.generate_text(
-            model, tokenizer, options.prompt, options.new_tokens, options.chat
+        draft = options.draft and hf.load_draft(
+            options.draft, model, options.model, options.tokens_ahead
         )
-    return _document(options, text, new_tokens, name_of(model.dtype))
+
+    def generated(draft: Any = None) -> tuple[str, int, float]:
+        start = time.perf_counter()
+        arguments = (model, tokenizer, options.prompt, options.new_tokens, options.chat)
+        text, new = hf.generate_text(*arguments, draft=draft)
+        return text, new, new / (time.perf_counter() - start)
+
+    with stderr.status(f"generating up to {options.new_tokens} tokens"):
+        if draft:
+            generated(draft)  # what is paid once is paid
+        text, new_tokens, speed = generated()
+        document = _document(options, text, new_tokens, name_of(model.dtype))
+        if draft:
+            with passes_counted(model, draft) as counts:
+                drafted_text, new_tokens, drafted_speed = generated(draft)
+            document["draft"] = {
+                "model": options.draft,
+                "tokens_ahead": draft.generation_config.num_assistant_tokens,
+                "passes": counts[0],
+                "drafted": counts[1],
+                "accepted": new_tokens - counts[0],
+                "tokens_per_s": drafted_speed,
+                "tokens_per_s_without": speed,
+                "is_same_text": drafted_text == text,
+            }
+    return document
 
 
 def _simulate(hf: Any, options: argparse.Namespace) -> dict[str, Any]:
@@ -91,4 +132,11 @@ def _show(document: dict[str, Any]) -> None:
         print(
             f"{document['target']}, modelled: {times['middle']:.1f} us a decoded token "
             f"({times['low']:.1f} to {times['high']:.1f}), decoder layers alone"
+        )
+    if draft := document.get("draft"):
+        print(
+            f"{draft['accepted']} of {draft['drafted']} drafted tokens accepted, "
+            f"{draft['tokens_ahead']} ahead, {draft['passes']} passes of the model; "
+            f"{draft['tokens_per_s']:.4g} tokens/s, {draft['tokens_per_s_without']:.4g} without"
+            + ("" if draft["is_same_text"] else "; other text: products of more tokens round apart")
         )

@@ -6,6 +6,7 @@ Importing this registers the quantizer `neuronmm`, so that
 
 from neuronmm_ops.hf.compress import compress
 from neuronmm_ops.hf.computing import load_computing, load_packed
+from neuronmm_ops.hf.drafts import load_draft
 from neuronmm_ops.hf.generate import generate_text
 from neuronmm_ops.hf.loading import load, load_tokenizer
 from neuronmm_ops.hf.pairs import from_pairs, lora_config, to_pairs
@@ -28,6 +29,7 @@ __all__ = [
     "generate_text",
     "load",
     "load_computing",
+    "load_draft",
     "load_packed",
     "load_tokenizer",
     "lora_config",

@@ -39,6 +39,7 @@ def generate_text(
     max_new_tokens: int,
     chat: bool = False,
     cache: str | None = None,
+    draft: PreTrainedModel | None = None,
 ) -> tuple[str, int]:
     """Continue a prompt greedily; return the new text and its number of tokens.
 
@@ -49,6 +50,7 @@ def generate_text(
         max_new_tokens: at least 1.
         chat: put the prompt into the tokenizer's chat template.
         cache: Transformers' `cache_implementation`; None is the model's own.
+        draft: from `load_draft`: proposes tokens of which the model keeps its own.
 
     Raises:
         NonFiniteError: logits are NaN or Inf.
@@ -62,6 +64,8 @@ def generate_text(
         raise ValueError("prompt must hold at least one token, got an empty text")
     check_ids(model, ids, "prompt")
     check_length(model, length, max_new_tokens)
+    if draft is not None:
+        check_length(draft, length, max_new_tokens, "draft: ")
     output: Any = model.generate(  # pyright: ignore  (typed as a module's attribute)
         **inputs.to(model.device),
         max_new_tokens=max_new_tokens,
@@ -69,6 +73,7 @@ def generate_text(
         **({} if cache is None else {"cache_implementation": cache}),
         pad_token_id=tokenizer.eos_token_id,
         logits_processor=LogitsProcessorList([FiniteLogits()]),
+        assistant_model=draft,
     )
     new = output[0, length:]
     return tokenizer.decode(new, skip_special_tokens=True), len(new)

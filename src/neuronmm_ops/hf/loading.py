@@ -1,7 +1,7 @@
 """Loading models strictly: what Transformers only warns about is an error here."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -155,6 +155,29 @@ def load_tokenizer(model: str | Path) -> Any:
         raise CheckpointError(
             f"{path} has no usable tokenizer ({reason}); copy the model's tokenizer files into it"
         ) from error
+
+
+def check_vocabulary(
+    models: Sequence[str | Path], tokenizers: Sequence[Any], otherwise: str
+) -> None:
+    """Refuse models whose tokenizers have another vocabulary than the first's.
+
+    Args:
+        models: directories or hub ids, for the error.
+        tokenizers: of each.
+        otherwise: what follows where they differ, for the error.
+
+    Raises:
+        CheckpointError: names the model, and a token of the difference.
+    """
+    expected = tokenizers[0].get_vocab()
+    for model, tokenizer in zip(models[1:], tokenizers[1:], strict=True):
+        differing = sorted(token for token, _ in expected.items() ^ tokenizer.get_vocab().items())
+        if differing:
+            raise CheckpointError(
+                f"{model} must have the vocabulary of {models[0]}, they differ in "
+                f"{len(set(differing))} tokens, such as {differing[0]!r}; {otherwise}"
+            )
 
 
 def is_divided(model: PreTrainedModel) -> bool:

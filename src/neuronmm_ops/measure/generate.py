@@ -23,7 +23,7 @@ from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.eval import encode_documents
 from neuronmm_ops.hf.computing import check_device, load_packed
-from neuronmm_ops.hf.loading import load_tokenizer, local_directory
+from neuronmm_ops.hf.loading import check_vocabulary, load_tokenizer, local_directory
 from neuronmm_ops.manifest import installed_versions
 from neuronmm_ops.measure.generation import Alone, Timing, alone, checked, timed
 from neuronmm_ops.measure.runner import in_own_process
@@ -285,15 +285,7 @@ def _prompts(directories: Sequence[str | Path], length: int, batch: int) -> Tens
     for directory in directories:
         read_config(local_directory(directory))
         tokenizers.append(load_tokenizer(directory))
-    expected = tokenizers[0].get_vocab()
-    for directory, tokenizer in zip(directories[1:], tokenizers[1:], strict=True):
-        differing = sorted(token for token, _ in expected.items() ^ tokenizer.get_vocab().items())
-        if differing:
-            raise CheckpointError(
-                f"{directory} must have the vocabulary of {directories[0]}, they differ in "
-                f"{len(set(differing))} tokens, such as {differing[0]!r}; times of different "
-                "tokens do not compare"
-            )
+    check_vocabulary(directories, tokenizers, "times of different tokens do not compare")
     ids = encode_documents(tokenizers[0], [TEXT])
     if not len(ids):
         raise CheckpointError(f"{directories[0]}: the tokenizer makes no tokens of English text")
