@@ -76,23 +76,25 @@ def generated(model: PreTrainedModel, new: int = NEW, padded: bool = False) -> T
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """New tokens of each call of the op."""
     made: list[int] = []
-    original = fused_decoder.DecoderOperands.run
+    original = fused_decoder.decoder_layer
 
-    def run(self: Any, x: Tensor, *rest: Any) -> Tensor:
+    def run(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         made.append(x.shape[1])
-        return original(self, x, *rest)
+        return original(x, *rest)
 
-    monkeypatch.setattr(fused_decoder.DecoderOperands, "run", run)
+    monkeypatch.setattr(fused_decoder, "decoder_layer", run)
     return made
 
 
-def assert_fused(model: PreTrainedModel, calls: list[int], padded: bool) -> None:
-    """Every token after the first is made by one op a layer, and is the unfused model's."""
+def assert_fused(
+    model: PreTrainedModel, calls: list[int], padded: bool, layers: int = 1, ops: int | None = None
+) -> None:
+    """Every token after the first is made by so many ops, and is the unfused model's."""
     expected = generated(model, padded=padded)
-    assert nm.fuse_decoder_(model) is model
+    assert nm.fuse_decoder_(model, layers) is model
     calls.clear()
     assert torch.equal(generated(model, padded=padded), expected)
-    assert len(calls) == (NEW - 1) * model.config.num_hidden_layers
+    assert len(calls) == (NEW - 1) * (ops or model.config.num_hidden_layers)
     assert len(set(expected[:, 9:].flatten().tolist())) > 2  # no model that repeats itself
 
 
@@ -108,6 +110,21 @@ def test_a_window_drops_what_it_has_passed(family, padded, calls):
     assert_fused(family_model(family, **WINDOW), calls, padded)
 
 
+@pytest.mark.parametrize(("layers", "ops"), [(2, 2), (3, 1), (9, 1)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_one_op_have_the_tokens_of_the_unfused_model(family, layers, ops, calls):
+    """The last op has the layer that is left."""
+    sizes = WINDOW if family in ("mistral", "phi3") else {}
+    model = family_model(family, **sizes, num_hidden_layers=3)
+    assert_fused(model, calls, padded=True, layers=layers, ops=ops)
+
+
+def test_an_op_has_layers_of_one_window(calls):
+    config = {"use_sliding_window": True, "max_window_layers": 2, "num_hidden_layers": 5}
+    model = family_model("qwen2", **WINDOW, **config)
+    assert_fused(model, calls, padded=True, layers=4, ops=2)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_low_rank_tokens_are_those_of_the_unfused_model(family, calls):
     assert_fused(factored(family_model(family), "pairs"), calls, padded=True)
@@ -120,15 +137,15 @@ def test_stored_tokens_are_those_of_the_unfused_model(family, kind, storage, cal
     assert_fused(factored(family_model(family), kind, storage), calls, padded=False)
 
 
-@pytest.mark.parametrize("target", ["trn1", "trn2"])
+@pytest.mark.parametrize(("target", "layers"), [("trn1", 1), ("trn2", 1), ("trn2", 2)])
 @pytest.mark.parametrize("storage", ["", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_simulated_core_has_the_same_tokens(family, storage, target):
+def test_the_simulated_core_has_the_same_tokens(family, storage, target, layers):
     """A padded batch, whose windows are full, where the family has windows."""
     sizes = WINDOW if family in ("mistral", "phi3") else {}
     model = factored(family_model(family, **sizes), "pairs", storage)
     expected = generated(model, new=6, padded=True)
-    nm.fuse_decoder_(model)
+    nm.fuse_decoder_(model, layers)
     with nm.use_impl("simulated", target):
         assert torch.equal(generated(model, new=6, padded=True), expected)
         profile = nm.last_profile()
@@ -170,16 +187,17 @@ def stepped(model: PreTrainedModel, sizes: tuple[int, ...] = (9, 1, 1, 1, 1)) ->
     return torch.cat(pieces, 1)
 
 
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("sizes", [{}, WINDOW])
-def test_drafts_and_later_prompts_continue_a_cache(sizes, calls):
+def test_drafts_and_later_prompts_continue_a_cache(sizes, layers, calls):
     pieces = (9, 1, 2, 8, 3, 11, 1, 1)
     model = family_model("mistral", **sizes)
     expected = stepped(model, pieces)
-    nm.fuse_decoder_(model)
+    nm.fuse_decoder_(model, layers)
     calls.clear()
     torch.testing.assert_close(stepped(model, pieces), expected, rtol=1e-4, atol=1e-4)
     passed = (1, 2, 8, 3, 1, 1) if not sizes else (1, 2, 1, 1)  # a full window takes one at a time
-    assert calls == [size for size in passed for _ in range(2)]
+    assert calls == [size for size in passed for _ in range(2 // layers)]
 
 
 def continued(model: PreTrainedModel) -> Tensor:
@@ -200,13 +218,14 @@ def continued(model: PreTrainedModel) -> Tensor:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("sizes", [{}, WINDOW])
-def test_a_padded_batch_goes_on_with_a_second_prompt(sizes, attention, calls):
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_padded_batch_goes_on_with_a_second_prompt(sizes, layers, attention, calls):
     model = family_model("mistral", **sizes, attn_implementation=attention)
     expected = continued(model)
-    nm.fuse_decoder_(model)
+    nm.fuse_decoder_(model, layers)
     calls.clear()
     torch.testing.assert_close(continued(model), expected, rtol=1e-4, atol=1e-4)
-    assert calls == [1] * 8
+    assert calls == [1] * (8 // layers)
 
 
 def test_a_cache_that_is_reset_begins_anew():
@@ -222,7 +241,7 @@ def test_names_and_weights_stay_and_unfuse_restores(calls):
     model = factored(family_model("llama"), "pairs")
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     kinds = [type(module) for module in model.modules()]
-    nm.fuse_decoder_(nm.fuse_decoder_(model))
+    nm.fuse_decoder_(nm.fuse_decoder_(model), layers=2)
     after = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     assert after == before
     assert [type(module) for module in model.modules()] == kinds
@@ -247,8 +266,9 @@ def test_a_weight_that_changes_counts_at_once(calls):
     "copied",
     [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],  # noqa: S301
 )
-def test_a_copyis_fused_with_its_own_weights(copied, calls):
-    model = nm.fuse_decoder_(family_model("llama"))
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_copy_is_fused_with_its_own_weights(copied, layers, calls):
+    model = nm.fuse_decoder_(family_model("llama"), layers)
     expected, other = generated(model), copied(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -278,10 +298,36 @@ for each in (model, nm.fuse_decoder_(model)):
     assert lines == [str(tokens.tolist())] * 2
 
 
+def test_hidden_states_between_layers_of_an_op_are_the_unfused_models(calls):
+    model = family_model("llama")
+    expected = hidden_states(model)
+    nm.fuse_decoder_(model, layers=2)
+    for way in ("argument", "config"):
+        calls.clear()
+        found = hidden_states(model, way)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert calls == [1]  # the step that asks for none
+
+
+def hidden_states(model: PreTrainedModel, way: str = "argument") -> list[Tensor]:
+    """Those of a token after a prompt and another token; asked for by an argument, or config."""
+    past, ids = StaticCache(config=model.config, max_cache_len=20), prompts(padded=False)
+    options = {"past_key_values": past}
+    with torch.no_grad():
+        model(ids["input_ids"], **options)
+        model(ids["input_ids"][:, :1], **options)
+        model.config.output_hidden_states = way == "config"
+        asked = {} if way == "config" else {"output_hidden_states": True}
+        states = model(ids["input_ids"][:, 1:2], **options, **asked).hidden_states
+        model.config.output_hidden_states = False
+    return list(states)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("sizes", [{}, WINDOW])
-def test_a_decode_step_is_one_graph(sizes):
-    model = nm.fuse_decoder_(family_model("mistral", **sizes))
+def test_a_decode_step_is_one_graph(sizes, layers):
+    model = nm.fuse_decoder_(family_model("mistral", **sizes), layers)
     expected = stepped(model)
     past = StaticCache(config=model.config, max_cache_len=40)
     ids = torch.randint(0, 256, (1, 13), generator=torch.Generator().manual_seed(3))
@@ -297,6 +343,7 @@ def test_a_decode_step_is_one_graph(sizes):
 def test_prompts_in_a_bucket_and_steps_are_two_graphs():
     """The program of docs/trainium.md, which sets the length that a padded prompt has."""
     model = family_model("llama")
+    torch.compiler.reset()  # a function has few graphs in a process
     expected = [bucketed(model, prompt) for prompt in ([1, 2, 3, 4, 5], [7, 8])]
     compiled = torch.compile(
         nm.fuse_decoder_(model), fullgraph=True, dynamic=False, backend="aot_eager"
@@ -409,6 +456,19 @@ def test_rounding_of_activations_is_refused():
         nm.set_compute_(factored(model, "pairs", "fp8"), "fp8")
 
     refused(change, "q_proj computes in fp8, the op does not")
+
+
+def test_layers_that_no_op_takes_together_are_refused():
+    model = family_model("llama")
+    model.model.layers[1].bfloat16()
+    nm.unfuse_(nm.fuse_decoder_(model))
+    with pytest.raises(
+        ValueError, match=r"layers\.0 to model\.layers\.1 cannot be fused: .*bfloat"
+    ):
+        nm.fuse_decoder_(model, layers=2)
+    with pytest.raises(ValueError, match="layers of an op must be 1 or more, got 0"):
+        nm.fuse_decoder_(model, layers=0)
+    assert not any(fused_decoder.is_fused(module) for module in model.modules())
 
 
 def test_a_model_of_another_family_is_refused():

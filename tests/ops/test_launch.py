@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import stand_ins
 import torch
+from decoder_layers import operands
 from operands import OPS, make, mlp_shapes, names_of, shapes_of, split_call
 from splits import split_plans
 from stand_ins import NeuronMachine
@@ -15,7 +16,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from neuronmm_ops import kernels, ops, use_impl
+from neuronmm_ops import kernels, ops, plan, use_impl
 from neuronmm_ops.kernels import nki_kernel, source_fingerprint
 from neuronmm_ops.ops.backends.launch import call_kernel, launch_here, launch_of, static_shape
 from neuronmm_ops.ops.definitions import SPECS
@@ -33,6 +34,20 @@ def machine(tmp_path, monkeypatch) -> Iterator[NeuronMachine]:
 FP8 = {"weight_dtype": "float8_e4m3fn", "compute": "fp8"}
 GATED = ((256, 96), (40, 96), (96, 24))
 X_UP = (("x_up", (-1, 40), ""),)
+
+
+def test_layers_are_no_more_than_a_launch_has_instructions_for(monkeypatch):
+    spec = SPECS["decoder_layer"]
+    args = spec.complete((), operands(torch.float32, layers=3))
+    given = spec.of(args), *spec.of(args).split(args), "trn2"
+    found = launch_of(*given)
+    assert found is not None
+    for most in (3, 2):
+        monkeypatch.setattr(plan, "MAX_INSTRUCTIONS", most * found.plan.instructions)
+        if most == 3:
+            assert launch_of(*given) == found
+    with pytest.raises(ValueError, match="takes at most 2 layers of these sizes, got 3; pass few"):
+        launch_of(*given)
 
 
 @pytest.mark.parametrize(

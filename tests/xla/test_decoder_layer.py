@@ -56,7 +56,8 @@ def test_layers_are_one_call_that_changes_the_caches(device, handler, monkeypatc
         torch.testing.assert_close(found.cpu(), own)
 
 
-def test_a_fused_model_has_the_tokens_of_the_unfused_one(device, monkeypatch):
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_fused_model_has_the_tokens_of_the_unfused_one(device, monkeypatch, layers):
     monkeypatch.setenv("NEURONMM_XLA", "composite")
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
@@ -66,6 +67,6 @@ def test_a_fused_model_has_the_tokens_of_the_unfused_one(device, monkeypatch):
     model, prompt = LlamaForCausalLM(config).eval(), torch.randint(0, 64, (1, 9))
     settings = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
     wanted = model.generate(prompt, **settings, disable_compile=True)
-    nm.fuse_decoder_(model.to(device))
+    nm.fuse_decoder_(model.to(device), layers)
     found = model.generate(prompt.to(device), **settings, disable_compile=True)
     assert torch.equal(found.cpu(), wanted)

@@ -1,7 +1,8 @@
-"""Decoder layers of Transformers that decode by one op each, `neuronmm::decoder_layer`."""
+"""Decoder layers of Transformers that decode by calls of `neuronmm::decoder_layer`."""
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -34,29 +35,32 @@ class DecoderOperands(NamedTuple):
     window: int
     head_dim: int
 
-    def run(self, *given: Any) -> Tensor:
-        """Return the layer's output for what `arguments` takes; its caches get the new tokens."""
-        added, stream = decoder_layer(*self.arguments(*given))
-        return stream + added
 
-    def arguments(
-        self, x: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor, caches: Sequence[Tensor]
-    ) -> tuple[Any, ...]:
-        """Return the op's arguments for x `[B, M, H]`."""
-        cos, sin = [table.expand(len(x), -1, -1) for table in tables]
-        matrices = [m for linear in self.linears for m in (linear.u, linear.v)]
-        scales = [s for linear in self.linears for s in (linear.u_scale, linear.v_scale)]
-        window = self.window if self.window < caches[0].shape[3] else 0
-        return (
-            *(x, None, cos, sin, positions, self.norms, caches, matrices),
-            [linear.bias for linear in self.linears[:3]],
-            scales if any(scale is not None for scale in scales) else (),
-            *(self.activation, self.eps, window),
-        )
+def arguments(
+    layers: Sequence[DecoderOperands],
+    x: Tensor,
+    tables: tuple[Tensor, Tensor],
+    positions: Tensor,
+    caches: Sequence[Tensor],
+) -> tuple[Any, ...]:
+    """Return the op's arguments for x `[B, M, H]` and layers of one `_kind`."""
+    cos, sin = [table.expand(len(x), -1, -1) for table in tables]
+    linears = [linear for layer in layers for linear in layer.linears]
+    scales = [scale for linear in linears for scale in (linear.u_scale, linear.v_scale)]
+    first = layers[0]
+    return (
+        *(x, None, cos, sin, positions),
+        [norm for layer in layers for norm in layer.norms],
+        caches,
+        [matrix for linear in linears for matrix in (linear.u, linear.v)],
+        [linear.bias for layer in layers for linear in layer.linears[:3]],
+        scales if any(scale is not None for scale in scales) else (),
+        *(first.activation, first.eps, first.window if first.window < caches[0].shape[3] else 0),
+    )
 
 
-def fuse_decoder_(model: M) -> M:
-    """Let each decoder layer of a model decode by one `neuronmm::decoder_layer`; return the model.
+def fuse_decoder_(model: M, layers: int = 1) -> M:
+    """Let decoder layers of a model decode by `neuronmm::decoder_layer`; return the model.
 
     Layers of Llama, Mistral, Phi-3, Qwen2 and Qwen3 of Transformers, dense or compressed in any
     way. A call with up to 8 new tokens a sequence and a StaticCache, after the prompt, is one op; a
@@ -67,32 +71,42 @@ def fuse_decoder_(model: M) -> M:
     Args:
         model: a causal LM, or a module that holds one; `generate` needs
             `cache_implementation="static"`.
+        layers: consecutive layers of one op, at most: those of an op have one window, and the last
+            op has what is left. Layers before an op's last return what they are given; where hidden
+            states are asked for, all pass through the modules.
 
     Raises:
         ValueError: it has no such layer, or one that the op does not compute: an adapter or a hook,
             a bias of the output projection or the MLP, RoPE of a part of each head, or weights in
-            several storages. The model is as before.
+            several storages; or `layers` is less than 1. The model is as before.
     """
-    layers = {name: module for name, module in model.named_modules() if _family(module)}
-    if not layers:
+    if layers < 1:
+        raise ValueError(f"layers of an op must be 1 or more, got {layers}")
+    named = {name: module for name, module in model.named_modules() if _family(module)}
+    if not named:
         raise ValueError(
             f"fuse_decoder_ takes models of {', '.join(FAMILIES)}, got {type(model).__name__}; "
             "run it as it is"
         )
-    for name, layer in layers.items():
+    for name in named:
         parent = model.get_submodule(name.rpartition(".")[0])
         others = parent.named_children() if isinstance(parent, nn.ModuleList) else ()
         for other, module in others:
             if not _family(module):
                 place = f"{name.rpartition('.')[0]}.{other}".lstrip(".")
                 raise ValueError(f"{place} is no decoder layer that fuses: {type(module).__name__}")
-        try:
-            _check(layer)
-        except (TypeError, ValueError) as error:
-            why = str(error).replace("decoder_layer: layer 0: ", "")
-            raise ValueError(f"{name} cannot be fused: {why}") from None
-    for layer in layers.values():
-        layer.forward = partial(_forward, layer)
+        _check([name], [named[name]])
+    groups: list[list[str]] = []
+    for _, run in groupby(named, lambda name: (name.rpartition(".")[0], _kind(named[name]))):
+        own = list(run)
+        groups += [own[start : start + layers] for start in range(0, len(own), layers)]
+    for names in groups:
+        if len(names) > 1:
+            _check(names, [named[name] for name in names])
+    for names in groups:
+        group = tuple([named[name] for name in names])
+        for layer in group:
+            layer.forward = partial(_forward, layer, group)
     return model
 
 
@@ -111,6 +125,7 @@ def is_fused(layer: nn.Module) -> bool:
 
 def _forward(
     layer: Any,
+    group: Sequence[Any],
     hidden_states: Tensor,
     attention_mask: Any = None,
     position_ids: Tensor | None = None,
@@ -119,15 +134,21 @@ def _forward(
     position_embeddings: Any = None,
     **options: Any,
 ) -> Tensor:
-    """A fused decoder layer's forward, with the arguments of its class."""
+    """A fused decoder layer's forward, with the arguments of its class; the group's last decodes.
+
+    The caches of a group are alike until then, so that its layers go the same way.
+    """
     number = layer.self_attn.layer_idx
     held = None if past_key_values is None else decode_cache(past_key_values, number)
-    needs_modules = layer.training or torch.is_grad_enabled()
+    needs_modules = torch.is_grad_enabled() or any(each.training for each in group)
+    if len(group) > 1:
+        asked = layer.self_attn.config.output_hidden_states
+        needs_modules |= bool(options.get("output_hidden_states", asked))
     new = hidden_states.shape[1]
     if held is not None and not needs_modules and new <= MAX_NEW and held.takes(new):
-        operands = _operands(layer)
-        positions = held.advance(new)
-        return operands.run(hidden_states, position_embeddings, positions, held.caches)
+        if layer is not group[-1]:
+            return hidden_states
+        return _decoded(group, hidden_states, position_embeddings, past_key_values)
     if held is not None:
         held.restore()
     output = type(layer).forward(
@@ -146,6 +167,16 @@ def _forward(
     return output
 
 
+def _decoded(group: Sequence[Any], x: Tensor, tables: Any, past: Any) -> Tensor:
+    """Return the output of a group's layers for x `[B, M, H]`; their caches get the new tokens."""
+    operands = [_operands(layer) for layer in group]
+    held: list[Any] = [decode_cache(past, layer.self_attn.layer_idx) for layer in group]
+    positions = [each.advance(x.shape[1]) for each in held]
+    caches = [tensor for each in held for tensor in each.caches]
+    added, stream = decoder_layer(*arguments(operands, x, tables, positions[0], caches))
+    return stream + added
+
+
 # --- what a layer holds --------------------------------------------------------------------------
 
 
@@ -157,18 +188,37 @@ def _family(module: nn.Module) -> str:
     return name if is_ours and kind.__module__.startswith("transformers.") else ""
 
 
+def _kind(layer: Any) -> tuple[Any, ...]:
+    """Return what is one for all layers of an op."""
+    operands = _operands(layer)
+    return operands.activation, operands.eps, operands.window, operands.head_dim
+
+
 @torch.no_grad()
-def _check(layer: Any) -> None:
-    """Let the op check the operands of one token."""
-    if "forward" in vars(layer) and not is_fused(layer):
-        raise ValueError("its forward is replaced; remove the hooks, or load it on one device")
-    operands, weight = _operands(layer), layer.input_layernorm.weight
-    (H,), d = weight.shape, operands.head_dim
-    heads = operands.linears[1].features[1] // d
-    caches = [weight.new_empty(1, heads, d, 1), weight.new_empty(1, heads, 1, d)]
-    x, table = weight.new_empty(1, 1, H), weight.new_empty(1, 1, d)
-    place = torch.zeros(1, dtype=torch.int32, device=weight.device)
-    SPEC.check(*operands.arguments(x, (table, table), place, caches))
+def _check(names: Sequence[str], group: Sequence[Any]) -> None:
+    """Let the op check the operands of one token.
+
+    Raises:
+        ValueError: it refuses them; the message names the layers.
+    """
+    try:
+        if any("forward" in vars(layer) and not is_fused(layer) for layer in group):
+            raise ValueError("its forward is replaced; remove the hooks, or load it on one device")
+        operands, weight = [_operands(layer) for layer in group], group[0].input_layernorm.weight
+        caches: list[Tensor] = []
+        for own in operands:
+            heads, d = own.linears[1].features[1] // own.head_dim, own.head_dim
+            caches += [weight.new_empty(1, heads, d, 1), weight.new_empty(1, heads, 1, d)]
+        x, table = weight.new_empty(1, 1, len(weight)), weight.new_empty(1, 1, operands[0].head_dim)
+        place = torch.zeros(1, dtype=torch.int32, device=weight.device)
+        SPEC.check(*arguments(operands, x, (table, table), place, caches))
+    except (TypeError, ValueError) as error:
+        why = str(error).replace("decoder_layer: ", "")
+        if len(group) == 1:
+            why = why.replace("layer 0: ", "")
+        raise ValueError(
+            f"{' to '.join([*names[:1], *names[1:][-1:]])} cannot be fused: {why}"
+        ) from None
 
 
 def _operands(layer: Any) -> DecoderOperands:

@@ -20,6 +20,7 @@ from neuroncore.hardware import TARGET_VARIABLE
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.ops.backends.environment import ROUTE_VARIABLE, core, why_not_compilable
 from neuronmm_ops.ops.definitions import SPECS
+from neuronmm_ops.ops.layered import LayersSpec
 from neuronmm_ops.ops.products import rows
 from neuronmm_ops.ops.spec import Operand, OpSpec, Options, Results
 from neuronmm_ops.storages import storage_of
@@ -106,11 +107,11 @@ def launch_of(
         lnc: NeuronCores that share the launch.
 
     Raises:
-        ValueError: shapes do not fit, or are not known.
+        ValueError: shapes do not fit, or are not known; or layers are too many for a launch.
         TypeError: dtypes or devices differ, or the dtype is not one of a NeuronCore's.
     """
     from neuronmm_ops.kernels.problem import several
-    from neuronmm_ops.plan import plan_op
+    from neuronmm_ops.plan import MAX_INSTRUCTIONS, plan_op
 
     spec.check(*spec.joined(tensors, choices))
     x = tensors[0]
@@ -143,6 +144,12 @@ def launch_of(
             ]
         ),
     )
+    most = max(1, MAX_INSTRUCTIONS // plan.instructions)
+    if isinstance(spec, LayersSpec) and spec.layers > most:
+        raise ValueError(
+            f"{spec.name}: a launch takes at most {most} layers of these sizes, got {spec.layers}; "
+            "pass fewer"
+        )
     given = zip(spec.tensors, tensors, strict=True)
     return Launch(
         spec,
