@@ -1,11 +1,18 @@
 """`neuronmm generate --backend simulated`: the CPU's tokens, and a modelled time of one."""
 
 import pytest
+import torch
 from outcomes import refused
+from quantized import nearest, quantized
+from tiny import tiny_model, tiny_tokenizer
 
+import neuronmm_ops as nm
 from neuronmm_ops import SVDConfig, hf
-from neuronmm_ops.nn import fused_decoder
+from neuronmm_ops.hf import simulated as simulated_text
 from neuronmm_ops.ops.backends import simulated
+from neuronmm_ops.plan import plan_op
+from neuronmm_ops.plan.launches import planned_kernels
+from neuronmm_ops.plan.rms_norm import plan_rms_norm
 
 SIMULATED = ("--backend", "simulated", "--new-tokens", 6)
 
@@ -18,25 +25,75 @@ def test_whole_tokens_are_decoded_on_the_simulated_core(run, dense, low_rank, tm
         hf.compress(dense, config, None, directory)
     prompt = ("--prompt", "The quick")
     document = run("generate", directory, *prompt, *SIMULATED, "--json").document()
-    times = document.pop("modelled_layers_us_per_token")
+    times = document.pop("modelled_us_per_token")
     assert document.pop("target") == "trn2"
+    assert document.pop("launches") == ["decoder_layer_decode", "rms_norm", "lm_head_decode"]
     plain = run("generate", directory, *prompt, "--new-tokens", 6, "--json").document()
     assert document == plain
     assert 10 < times["low"] <= times["middle"] <= times["high"] < 200
     page = run("generate", directory, *prompt, *SIMULATED).page()
     wanted = f"trn2, modelled: {times['middle']:.1f} us a decoded token ({times['low']:.1f} to "
     assert page.startswith("The quick" + plain["text"] + "\n" + wanted)
-    assert page.endswith("), decoder layers alone\n")
+    assert page.endswith("), 3 launches\n")
 
 
-def test_the_time_is_that_of_all_layers(dense):
+def test_the_time_is_that_of_all_launches(dense):
     model, tokenizer = hf.load(dense), hf.load_tokenizer(dense)
-    both = hf.generate_simulated(model, tokenizer, "The quick", 3).times_us
+    both = hf.generate_simulated(model, tokenizer, "The quick", 3)
     del model.model.layers[1]
     model.config.num_hidden_layers = 1
-    one = hf.generate_simulated(model, tokenizer, "The quick", 3).times_us
-    assert both == pytest.approx([2 * time for time in one], rel=0.01)
-    assert not any(fused_decoder.is_fused(module) for module in model.modules())
+    one = hf.generate_simulated(model, tokenizer, "The quick", 3)
+    H, V = model.lm_head.weight.shape[::-1]
+    norm = plan_rms_norm(1, H, residual=True, dtype="float32").profile("trn2").time_ms
+    plan = plan_op("lm_head", 1, ((H, V),), "float32")
+    head = planned_kernels(plan)[0].profile("trn2").time_ms
+    layer, layers = [found.times_us[0] - 1e3 * (norm + head) for found in (one, both)]
+    assert layer > 10
+    assert layers == pytest.approx(2 * layer, rel=0.05)
+    assert one.launches == both.launches
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_layers_of_another_window_are_another_launch():
+    config = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}
+    model = tiny_model("qwen2", num_hidden_layers=3, **config)
+    found = hf.generate_simulated(model, tiny_tokenizer(), "The quick", 3)
+    assert found.launches == (*["decoder_layer_decode"] * 2, "rms_norm", "lm_head_decode")
+
+
+@pytest.mark.parametrize("storage", ["", "int8"])
+@pytest.mark.parametrize("kind", ["dense", "pair"])
+def test_the_head_may_be_compressed(kind, storage):
+    model, tokenizer = tiny_model("llama", tie_word_embeddings=False), tiny_tokenizer()
+    weight = model.lm_head.weight.detach().t()
+    if kind == "pair":
+        u, sigma, v = torch.linalg.svd(weight, full_matrices=False)
+        pair = u[:, :40] * sigma[:40], v[:40]
+        nm.swap_(model, {"lm_head": quantized(*pair, storage) if storage else pair})
+    elif storage:
+        nm.swap_(model, {"lm_head": nearest(weight, storage)})
+    found = hf.generate_simulated(model, tokenizer, "The quick", 6)
+    assert found[:2] == hf.generate_text(model, tokenizer, "The quick", 6)
+    assert found.launches[-1] == "lm_head_decode"
+    assert ("xw" in found.launches) == (kind == "pair")
+
+
+def test_the_cores_greatest_logit_is_the_token(dense, monkeypatch):
+    model, tokenizer = hf.load(dense), hf.load_tokenizer(dense)
+    own = torch.tensor([tokenizer.encode("q")[-1]]), torch.ones(1)
+    monkeypatch.setattr(simulated_text._Ending, "_greatest", lambda *_: own)
+    assert hf.generate_simulated(model, tokenizer, "The quick", 4).text.endswith("qqq")
+    model.generation_config.repetition_penalty = 1.5  # which needs all logits
+    plain = hf.generate_text(model, tokenizer, "The quick", 4)
+    assert hf.generate_simulated(model, tokenizer, "The quick", 4)[:2] == plain
+
+
+def test_a_head_with_a_bias_is_refused(dense):
+    model, tokenizer = hf.load(dense), hf.load_tokenizer(dense)
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(len(model.lm_head.weight)))
+    with pytest.raises(ValueError, match="lm_head has a bias; run without the backend simulated"):
+        hf.generate_simulated(model, tokenizer, "The quick", 3)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_what_the_simulated_core_cannot_do_is_one_line(run, dense, monkeypatch):
@@ -44,6 +101,4 @@ def test_what_the_simulated_core_cannot_do_is_one_line(run, dense, monkeypatch):
     refused(run(*given, "--new-tokens", 1), "a decode step needs at least 2 new tokens, got 1")
     refused(run(*given, "--device", "meta"), "runs in one process on the CPU; leave out --device")
     monkeypatch.setattr(simulated, "launch_of", lambda *_: None)
-    for profiles in (simulated._last, []):  # of an earlier launch, or of none
-        monkeypatch.setattr(simulated, "_last", profiles)
-        refused(run(*given, "--new-tokens", 2), "a decoder layer has no kernel for these sizes")
+    refused(run(*given, "--new-tokens", 2), "a decoder layer has no kernel for these sizes")

@@ -11,8 +11,8 @@ from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 import neuroncore as nc
-from neuronmm_ops.estimate.rms_norm import plan_rms_norm
 from neuronmm_ops.kernels.rms_norm.prefill import rms_norm
+from neuronmm_ops.plan.rms_norm import plan_rms_norm
 
 EPS = 1e-5
 

@@ -104,12 +104,13 @@ def _simulate(hf: Any, options: argparse.Namespace) -> dict[str, Any]:
         model = hf.load(options.model, options.dtype, verify=True)
         tokenizer = hf.load_tokenizer(options.model)
     with stderr.status(f"simulating up to {options.new_tokens} tokens"):
-        text, new_tokens, target, times = hf.generate_simulated(
+        text, new_tokens, target, launches, times = hf.generate_simulated(
             model, tokenizer, options.prompt, options.new_tokens, options.chat
         )
-    layers = dict(zip(("middle", "low", "high"), times, strict=True))
+    modelled = dict(zip(("middle", "low", "high"), times, strict=True))
     document = _document(options, text, new_tokens, name_of(model.dtype))
-    return document | {"target": target, "modelled_layers_us_per_token": layers}
+    document |= {"target": target, "launches": launches}
+    return document | {"modelled_us_per_token": modelled}
 
 
 def _document(
@@ -127,11 +128,12 @@ def _document(
 
 def _show(document: dict[str, Any]) -> None:
     print(document["text"] if document["chat"] else document["prompt"] + document["text"])
-    times = document.get("modelled_layers_us_per_token")
+    times = document.get("modelled_us_per_token")
     if times:
         print(
             f"{document['target']}, modelled: {times['middle']:.1f} us a decoded token "
-            f"({times['low']:.1f} to {times['high']:.1f}), decoder layers alone"
+            f"({times['low']:.1f} to {times['high']:.1f}), "
+            f"{len(document['launches'])} launches"
         )
     if draft := document.get("draft"):
         print(

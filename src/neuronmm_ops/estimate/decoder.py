@@ -17,9 +17,9 @@ from neuronmm_ops.estimate.layer import PARTS, Mlp, Part
 from neuronmm_ops.estimate.layouts import GROUPS
 from neuronmm_ops.estimate.linears import HEAD, Linear
 from neuronmm_ops.estimate.ranks import Ranks
-from neuronmm_ops.estimate.rms_norm import plan_rms_norm
 from neuronmm_ops.estimate.rope import plan_rope
 from neuronmm_ops.models import ModelShape
+from neuronmm_ops.plan.rms_norm import plan_rms_norm
 
 
 class Component(NamedTuple):

@@ -40,6 +40,7 @@ def generate_text(
     chat: bool = False,
     cache: str | None = None,
     draft: PreTrainedModel | None = None,
+    processor: LogitsProcessor | None = None,
 ) -> tuple[str, int]:
     """Continue a prompt greedily; return the new text and its number of tokens.
 
@@ -51,6 +52,7 @@ def generate_text(
         chat: put the prompt into the tokenizer's chat template.
         cache: Transformers' `cache_implementation`; None is the model's own.
         draft: from `load_draft`: proposes tokens of which the model keeps its own.
+        processor: of the logits, before they are checked.
 
     Raises:
         NonFiniteError: logits are NaN or Inf.
@@ -72,7 +74,7 @@ def generate_text(
         do_sample=False,
         **({} if cache is None else {"cache_implementation": cache}),
         pad_token_id=tokenizer.eos_token_id,
-        logits_processor=LogitsProcessorList([FiniteLogits()]),
+        logits_processor=LogitsProcessorList([*([processor] if processor else []), FiniteLogits()]),
         assistant_model=draft,
     )
     new = output[0, length:]

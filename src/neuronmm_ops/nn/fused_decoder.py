@@ -245,7 +245,11 @@ def _operands(layer: Any) -> DecoderOperands:
     if others:
         raise ValueError(f"norms must have one eps, got {eps} and {others[0]}")
     activation = _activation(layer.mlp)
-    linears = [*_projections(attention, d), _linear(attention, "o_proj"), *_gated(layer.mlp)]
+    linears = [
+        *_projections(attention, d),
+        linear_operands(attention, "o_proj"),
+        *_gated(layer.mlp),
+    ]
     for linear in linears[3:]:
         if linear.bias is not None:
             raise ValueError(f"{linear.name} has a bias; the op has those of query, key and value")
@@ -265,18 +269,18 @@ def _operands(layer: Any) -> DecoderOperands:
 def _projections(attention: Any, d: int) -> list[LinearOperands]:
     """Query, key and value, apart or cut from one."""
     if not hasattr(attention, "qkv_proj"):
-        return [_linear(attention, name) for name in PROJECTIONS]
+        return [linear_operands(attention, name) for name in PROJECTIONS]
     config = attention.config
     key = config.num_key_value_heads * d
-    return _cut(_linear(attention, "qkv_proj"), [config.num_attention_heads * d, key, key])
+    return _cut(linear_operands(attention, "qkv_proj"), [config.num_attention_heads * d, key, key])
 
 
 def _gated(mlp: Any) -> list[LinearOperands]:
     """Gate, up and down, the first two apart or cut from one."""
     if not hasattr(mlp, "gate_up_proj"):
-        return [_linear(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
-    both = _linear(mlp, "gate_up_proj")
-    return [*_cut(both, [both.features[1] // 2] * 2), _linear(mlp, "down_proj")]
+        return [linear_operands(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
+    both = linear_operands(mlp, "gate_up_proj")
+    return [*_cut(both, [both.features[1] // 2] * 2), linear_operands(mlp, "down_proj")]
 
 
 def _cut(linear: LinearOperands, sizes: list[int]) -> list[LinearOperands]:
@@ -290,7 +294,7 @@ def _cut(linear: LinearOperands, sizes: list[int]) -> list[LinearOperands]:
     ]
 
 
-def _linear(parent: nn.Module, name: str) -> LinearOperands:
+def linear_operands(parent: nn.Module, name: str) -> LinearOperands:
     """Return a projection's matrices `[in, out]`, scales and bias."""
     layer: Any = parent.get_submodule(name)
     kind = type(layer)

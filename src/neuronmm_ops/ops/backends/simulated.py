@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from neuroncore import Profile
 
 _last: list[Profile] = []
+_kept: list[list[Profile]] = []
 _active: tuple[str, str | None] = ("reference", None)
 _override: torch.library.Library | None = None
 
@@ -65,6 +66,17 @@ def last_profile() -> Profile:
     if not _last:
         raise RuntimeError('no op has been simulated; run one under use_impl("simulated")')
     return _last[0]
+
+
+@contextmanager
+def record_profiles() -> Generator[list[Profile]]:
+    """Keep the profiles of all ops on the simulated NeuronCore in a `with` block."""
+    kept: list[Profile] = []
+    _kept.append(kept)
+    try:
+        yield kept
+    finally:
+        _kept.pop()
 
 
 @contextmanager
@@ -117,4 +129,6 @@ def _simulate(launch: Launch, tensors: Tensors) -> Results:
     operands = tuple(launch.spec.listed(tensors))
     done = run(kernel, operands, launch.arguments, RunSettings(problem.target))
     _last[:] = [done.profile]
+    for kept in _kept:
+        kept.append(done.profile)
     return done.outputs
