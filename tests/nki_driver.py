@@ -115,15 +115,24 @@ def compile_kernel_to_nir(
     print(f"tracing {name}", file=sys.stderr, flush=True)
     endings = dict(each.split("=") for each in os.environ.get("STAND_IN_DRIVER", "").split())
     _end(endings.get(name, ""))
-    arrays = {n: v for n, v in inputs.items() if isinstance(v, np.ndarray)}
-    specs = {n: neuroncore.TensorSpec(v.shape, dtype_of(v.dtype.name)) for n, v in arrays.items()}
-    values = {**inputs, **specs}.values()
+    names: list[str] = []
+    values = [_specs(value, name, names) for name, value in inputs.items()]
     kernel = neuroncore.Kernel(kernel_func.func, kernel_func.lnc)
     run = neuroncore.simulate(kernel, *values, target=compile_opts.target, mode="trace")
     Path(compile_opts.artifacts_dir).mkdir()
     outputs = run.outputs if isinstance(run.outputs, tuple) else (run.outputs,)
     made = tuple([Spec(f"output_{n}") for n in range(len(outputs))])
-    return Nir(name, tuple(map(Spec, arrays)), made)
+    return Nir(name, tuple(map(Spec, names)), made)
+
+
+def _specs(value: Any, name: str, names: list[str]) -> Any:
+    """An input without its values, a tuple of arrays too; `names` gets that of each array."""
+    if isinstance(value, tuple):
+        return tuple([_specs(each, f"{name}_{n}", names) for n, each in enumerate(value)])
+    if not isinstance(value, np.ndarray):
+        return value
+    names.append(name)
+    return neuroncore.TensorSpec(value.shape, dtype_of(value.dtype.name))
 
 
 def _end(how: str) -> None:

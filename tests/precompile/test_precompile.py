@@ -71,7 +71,8 @@ def test_every_kernel_of_a_model(compiler, tmp_path):
     rows = document["kernels"]
     ops = {(row["kernel"].removesuffix("_decode"), *row["tokens"]) for row in rows}
     every = {(op, M) for op in ("rms_norm", "xw", "attention", "svd_mlp") for M in (1, 300)}
-    assert ops == every | {("rms_norm", 1, 300), ("rope", 300), ("lm_head", 1, 300)}
+    rest = {("rms_norm", 1, 300), ("rope", 300), ("lm_head", 1, 300), ("decoder_layer", 1)}
+    assert ops == every | rest
     assert {row["lnc"] for row in rows} == {2}
     (head,) = [row for row in rows if row["verdict"] == "refused"]
     assert (head["kernel"], head["code"]) == ("lm_head_decode", "NCC_EXTP004")
@@ -80,7 +81,7 @@ def test_every_kernel_of_a_model(compiler, tmp_path):
         if row is not head:
             name, tensors, _ = json.loads((tmp_path / "out" / row["file"]).read_text())
             assert name == row["kernel"]
-            assert len(tensors) == len([each for each in row["operands"] if each])
+            assert len(tensors) == json.dumps(row["operands"]).count(', "')  # that have a dtype
 
 
 def _path(machine: stand_ins.NeuronMachine) -> str:
@@ -106,10 +107,16 @@ def test_a_compressed_directory_has_its_own_ranks(tmp_path):
     mlps = [row["operands"] for row in rows if row["components"] == ["mlp"]]
     assert [operands[1] for operands in mlps] == [[[256, r], "int8"] for r in found.values()]
     assert len([row for row in rows if row["components"] == ["qkv"]]) == 1
+    layer_kernels = [row for row in rows if row["components"] == ["decoder_layer"]]
+    assert len(layer_kernels) == len(found)  # a launch of one layer of each kind
+    for row, r in zip(layer_kernels, found.values(), strict=True):
+        matrices = row["operands"][7]
+        assert matrices[-2] == [[matrices[-2][0][0], r], "int8"]
     _record(tmp_path, layers[:2])  # down stays as it is, so no launch has all three
     rows = launches.launches_of(str(tmp_path), [1], options)
     kernels = {row["kernel"].removesuffix("_decode") for row in rows if "mlp" in row["components"]}
     assert {"xuv", "gated_product", "xw"} <= kernels
+    assert "decoder_layer_decode" not in [row["kernel"] for row in rows]  # up is stored, down not
     with pytest.raises(ValueError, match="leave out storage"):
         launches.launches_of(str(tmp_path), [1], Options(target="trn2", storage="fp8"))
 

@@ -67,6 +67,11 @@ def layers_cost(decoder: Decoder, lengths: Mapping[int, float]) -> tuple[PassCos
     return total, launches
 
 
+def single_layers(decoder: Decoder, T: int) -> list[PlannedKernel]:
+    """A launch of one layer of each kind, with T tokens in the cache; as `layers_cost`."""
+    return [_launch(_plan(decoder, kind, T), 1) for kind in decoder.kinds]
+
+
 def bound_ms(decoder: Decoder, cost: PassCost) -> float:
     """All bytes at the DMA peak of a rank's cores."""
     machine = resolve_target(decoder.target)

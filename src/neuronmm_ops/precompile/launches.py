@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from neuroncore import NkiValidationError
+from neuronmm_ops.estimate import one_launch
+from neuronmm_ops.estimate.launches import Way
 from neuronmm_ops.estimate.subject import Options, prepared
 from neuronmm_ops.plan.launches import Operand, PlannedKernel, TensorShape
 
@@ -16,6 +18,8 @@ DECODE_CACHE = 2048
 
 def launches_of(model: str, tokens: Sequence[int], options: Options) -> list[dict[str, Any]]:
     """What a compressed checkpoint, or the low-rank variant of `bench model`, launches.
+
+    Decode has the kernels of a layer, and one of a whole layer, as `fuse_decoder_` launches it.
 
     Args:
         model: as `models.resolve_shape` takes it; a compressed checkpoint has its own ranks and
@@ -39,6 +43,9 @@ def launches_of(model: str, tokens: Sequence[int], options: Options) -> list[dic
         try:
             parts = decoder.parts(M, {cache if M == 1 else M: 1.0})
             ways = [(part.component, decoder.tracer.quickest(part.ways)) for part in parts]
+            if M == 1 and one_launch.refusal(decoder) is None:
+                layers = one_launch.single_layers(decoder, cache)
+                ways.append(("decoder_layer", Way(tuple(layers))))
         except NkiValidationError as error:
             raise ValueError(f"{decoder.whole.name} on {decoder.target}: {error}") from error
         for component, way in ways:
