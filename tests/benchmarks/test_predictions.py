@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import pytest
+
 from benchmarks.predictions import predict
 from neuronmm_ops.device import predictions, programme
 
 
-def test_a_kept_prediction_keeps_its_arguments_where_they_fit():
-    case = programme.kernel_cases("trn2")[2]
+@pytest.mark.parametrize("number", [2, 8])
+def test_a_kept_prediction_keeps_its_arguments_where_they_fit(number):
+    case = programme.kernel_cases("trn2")[number]
     kept = predictions.frozen().rows["trn2"][case.name]
     assert predict(case, kept).arguments == kept.arguments
     useless = replace(kept, arguments={"former": 1})

@@ -3,21 +3,23 @@
 import json
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import stand_ins
 import torch
 from stand_ins import DirectKernel
+from torch.utils._pytree import tree_leaves
 
 from neuroncore.calibration import measurements
 from neuronmm_ops import kernels
-from neuronmm_ops.device import model, page, predictions, programme, run, runners
+from neuronmm_ops.device import layer, model, page, predictions, programme, run, runners
 from neuronmm_ops.device.record import Finding, Record
 from neuronmm_ops.device.runners import NeuronDevice, SimulatedDevice
 from neuronmm_ops.device.values import error_ratio, factors, operands, product_error_ratio
 from neuronmm_ops.ops.definitions import SPECS
 
+LAYERS = ("dense, M=1, bf16", "low rank, M=1, fp8")
 SMALL = ("xw of small, M=1, bf16", "xuv of small, M=200, fp8", "svd_mlp of small, M=1, bf16")
 PROFILED = "2048 matmuls of resident tiles"
 MICRO = ("loads-4096/32", "matmuls-512/64")
@@ -69,8 +71,8 @@ def test_every_row_was_predicted_and_every_kernel_is_run(target):
     assert sorted(rows) == sorted({*names, *micro, *profiled})
     assert len(names) == len(set(names))
     phases = {(case.problem.op, rows[case.name].kernel) for case in cases}
-    ops = [op for op, spec in SPECS.items() if not spec.states]
-    assert phases == {(op, name) for op in ops for name in (op, f"{op}_decode")}
+    every = {(op, f"{op}_decode") for op in SPECS}
+    assert phases == every | {(op, op) for op, spec in SPECS.items() if not spec.states}
     for row in rows.values():
         low, high = row.range_us
         assert 0 < low <= row.time_us <= high
@@ -192,6 +194,32 @@ def test_kernels_are_called_as_the_package_offers(offers, tmp_path, monkeypatch)
         assert ratio < 1
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layers_results_and_caches_are_compared(name):
+    name = f"decoder_layer of small, {name}"
+    (case,) = [each for each in programme.kernel_cases("trn2") if each.name == name]
+    prediction = predictions.frozen().rows["trn2"][name]
+    found = run.measure_kernel(TRN2, case, prediction)
+    assert found.error_ratio < 0.5
+    assert found.time_us == pytest.approx(prediction.time_us + TRN2.launch_us, abs=1e-3)
+    for place in range(4):
+        wrong = WrongResult("trn2", place=place)
+        assert run.measure_kernel(wrong, case, prediction).error_ratio > run.WRONG
+
+
+@dataclass(frozen=True)
+class WrongResult(SimulatedDevice):
+    """The new token of one of the results is a little off."""
+
+    place: int = 0
+
+    def run(self, kernel, tensors, arguments):
+        sample = super().run(kernel, tensors, arguments)
+        outputs = [each.clone() for each in sample.outputs]
+        outputs[self.place].view(-1)[-1] += 0.5
+        return sample._replace(outputs=tuple(outputs))
+
+
 def test_the_process_of_a_device_has_its_cores(monkeypatch):
     for name in ("NEURON_LOGICAL_NC_CONFIG", "NEURON_PLATFORM_TARGET_OVERRIDE"):
         monkeypatch.setenv(name, "")
@@ -266,7 +294,8 @@ def test_values_that_are_no_numbers_are_infinitely_wrong():
 
 
 def test_operands_are_the_same_in_every_run():
-    problem = programme.kernel_cases("trn2")[1].problem
-    first, second = operands(problem), operands(problem)
-    for a, b in zip(first, second, strict=True):
-        assert a is b is None or torch.equal(a.float(), b.float())
+    for case in programme.kernel_cases("trn2")[2:8]:
+        of = layer.operands if case.problem.op == layer.OP else operands
+        first, second = [tree_leaves(of(case.problem)) for _ in range(2)]
+        for a, b in zip(first, second, strict=True):
+            assert a is b is None or torch.equal(a.float(), b.float())

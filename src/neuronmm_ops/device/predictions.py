@@ -63,9 +63,20 @@ def frozen() -> Frozen:
     document = json.loads(FILE.read_bytes())
     rows = {
         target: {
-            name: Prediction(range_us=tuple(row.pop("range_us")), **row)
+            name: Prediction(
+                range_us=tuple(row.pop("range_us")),
+                arguments=_arguments(row.pop("arguments")),
+                **row,
+            )
             for name, row in of_target.items()
         }
         for target, of_target in document["targets"].items()
     }
     return Frozen(document["source"], document["commit"], rows)
+
+
+def _arguments(written: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A kernel's arguments, which are hashable: JSON has lists."""
+    if written is None:
+        return None
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in written.items()}

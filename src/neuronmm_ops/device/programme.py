@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from neuroncore.hardware import resolve_target
+from neuronmm_ops.device import layer
 from neuronmm_ops.kernels import problems
 from neuronmm_ops.kernels.problem import Problem
 from neuronmm_ops.models import SHAPES, ModelShape
@@ -35,15 +36,23 @@ class KernelCase:
 
 
 def kernel_cases(target: str) -> list[KernelCase]:
-    """Every op in bfloat16 and one byte at each of `SIZES`, then low rank on two cores.
+    """Layers, then every op in bfloat16 and one byte at each of `SIZES`, low rank on two cores.
 
     Raises:
         ValueError: a target that is none.
     """
     machine = resolve_target(target)
+    layers = [
+        KernelCase(
+            f"{layer.OP} of {SMALL.name}, {kind}, M=1, {stored}",
+            layer.problem(SMALL, ratio, 40, machine.target, STORED[stored]),
+        )
+        for kind, ratio in (("dense", 0.0), ("low rank", RATIO))
+        for stored in STORED
+    ]
     one_core = product(SIZES, OPS, (1,))
     two_cores = product(SIZES[-1:], LOW_RANK, (2,)) if machine.has("paired_cores") else ()
-    return [
+    return layers + [
         KernelCase(
             f"{op} of {shape.name}, M={M}, {stored}" + ", 2 cores" * (lnc == 2),
             Problem(

@@ -19,7 +19,7 @@ from neuroncore.calibration import cases as microkernels
 from neuroncore.calibration.published import PUBLISHED, published
 from neuroncore.hardware import instance_type
 from neuronmm_ops.compress.calibrate import Progress
-from neuronmm_ops.device import model, page
+from neuronmm_ops.device import layer, model, page
 from neuronmm_ops.device.predictions import Prediction, frozen
 from neuronmm_ops.device.programme import KernelCase, kernel_cases
 from neuronmm_ops.device.record import PAGE, Finding, Record, Step, resume, save
@@ -215,6 +215,10 @@ def measure_kernel(runner: Runner, case: KernelCase, prediction: Prediction) -> 
     choices = zip(spec.options, spec.defaults, strict=True)
     given = {name: value for name, value in choices if name not in PLANNED}
     arguments = {**(prediction.arguments or {}), **given, "fingerprint": source_fingerprint()}
+    if problem.op == layer.OP:
+        tensors = layer.operands(problem)
+        sample = runner.run(kernel, tensors, arguments)
+        return Found(sample.time_us, layer.layer_error_ratio(problem, tensors, sample.outputs))
     tensors = operands(problem)
     sample = runner.run(kernel, tensors, arguments)
     return Found(sample.time_us, op_error_ratio(problem, tensors, sample.outputs[0]))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from neuroncore import hardware
 from neuroncore.calibration.cases import Case
@@ -187,7 +188,7 @@ class NeuronDevice:
     def _timed(self, call: Callable[..., Any], tensors: Tensors) -> Sample:
         """The results of a call on the device, and the time from one call to the next."""
         neuron.call_mode()  # imports what brings the device
-        given = [t if t is None else t.to(self._device) for t in tensors]
+        given = tree_map_only(Tensor, lambda tensor: tensor.to(self._device), tensors)
 
         def launch() -> tuple[Tensor, ...]:
             results = _all(call(*given))

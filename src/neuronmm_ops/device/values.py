@@ -35,11 +35,11 @@ def operands(problem: Problem) -> Tensors:
         if problem.storage is None:
             given[name] = matrix.to(dtype)
         else:
-            given[name], given[f"{name}_scale"] = _stored(matrix, problem.storage)
+            given[name], given[f"{name}_scale"] = stored(matrix, problem.storage)
     return tuple([given.get(operand.name) for operand in spec.tensors])
 
 
-def _stored(matrix: Tensor, storage: WeightStorage) -> tuple[Tensor, Tensor]:
+def stored(matrix: Tensor, storage: WeightStorage) -> tuple[Tensor, Tensor]:
     """A matrix rounded to the nearest numbers of a storage, and its scales."""
     scale = (storage.magnitudes(matrix) / storage.full).bfloat16().float()
     return storage.encode(storage.nearest(matrix / storage.spread(scale, len(matrix)))), scale

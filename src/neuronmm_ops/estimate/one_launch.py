@@ -21,6 +21,7 @@ from neuronmm_ops.plan.launches import PlannedKernel, planned_kernels, shapes_of
 
 if TYPE_CHECKING:
     from neuronmm_ops.estimate.decoder import Decoder, Kind
+    from neuronmm_ops.models import ModelShape
 
 FURTHER = 2
 """Layers after a launch's first that are traced."""
@@ -56,7 +57,7 @@ def layers_cost(decoder: Decoder, lengths: Mapping[int, float]) -> tuple[PassCos
         own = -(-kind.layers // most)
         launches += own
         for T, share in lengths.items():
-            at = replace(plan.problem, others=_others(decoder, T))
+            at = replace(plan.problem, others=others_of(decoder.shape, decoder.batch, T))
             first, several = [
                 decoder.tracer.launch(_launch(replace(plan, problem=at), count))
                 for count in (1, 1 + FURTHER)
@@ -84,7 +85,7 @@ def _plan(decoder: Decoder, kind: Kind, T: int) -> Plan:
     return plan_op(
         *("decoder_layer", decoder.batch, matrices, DTYPE, decoder.target, decoder.lnc),
         weight_dtype=several([linear.stored for linear in linears for _ in linear.shapes]),
-        others=_others(decoder, T),
+        others=others_of(decoder.shape, decoder.batch, T),
     )
 
 
@@ -93,8 +94,14 @@ def _linears(kind: Kind) -> list[Linear]:
     return [kind.linears[name] for name in (*QKV, "o_proj", *MLP)]
 
 
-def _others(decoder: Decoder, T: int) -> tuple[Other, ...]:
-    shape, batch = decoder.shape, decoder.batch
+def others_of(shape: ModelShape, batch: int, T: int) -> tuple[Other, ...]:
+    """What a problem of the op has beside x and weights, for one token of each sequence.
+
+    Args:
+        shape: of the model, or of what a rank has.
+        batch: sequences.
+        T: tokens that a cache has room for.
+    """
     H, d, kv = shape.hidden_size, shape.head_dim, shape.kv_heads
     head_norms: Sequence[Other] = (("query_norm", (d,), ""), ("key_norm", (d,), ""))
     return (
