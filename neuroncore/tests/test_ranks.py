@@ -98,6 +98,27 @@ def test_trace_mode_takes_as_long():
     assert traced.profile.time_ms == ran.profile.time_ms
 
 
+@pytest.mark.parametrize("lnc", [1, 2])
+def test_one_rank_is_traced_of_many_that_are_alike(lnc):
+    group = ncc.ReplicaGroup([range(16)])
+    kernel = collective(lambda s, d: ncc.all_reduce(s, d, group, nl.add), [(8, 64)])
+    spec = nc.TensorSpec((8, 64), nl.float32)
+    options = {"target": "trn2", "ranks": 16, "mode": "trace"}
+    every, one = [
+        nc.simulate(nc.Kernel(kernel.func, lnc), (spec,), **options, alike_ranks=alike)
+        for alike in (False, True)
+    ]
+    assert one.outputs == every.outputs[:1]
+    assert one.profile.time_ms == every.profile.time_ms
+    assert len(one.profile.schedule.cores) == lnc
+
+
+@pytest.mark.parametrize("options", [{"ranks": 2}, {"mode": "trace"}])
+def test_alike_ranks_are_traced_ones(options):
+    with pytest.raises(ValueError, match='alike_ranks needs mode="trace" and ranks; got'):
+        nc.simulate(lambda x: x, nc.TensorSpec((8, 8), nl.float32), alike_ranks=True, **options)
+
+
 def test_the_later_rank_holds_its_own_list_only():
     group = ncc.ReplicaGroup([[0, 1], [2, 3]])
 

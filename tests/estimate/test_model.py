@@ -149,7 +149,7 @@ def test_a_launch_has_no_more_layers_than_instructions_permit(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tp": 2}, "sum over ranks"),
+        ({"tp": 2, "targets": ("up_proj",)}, "Linears of a stage are all pairs, or all dense"),
         ({"storage": "fp8", "targets": ("up_proj",)}, "gate_proj, up_proj, down_proj of a launch"),
     ],
 )

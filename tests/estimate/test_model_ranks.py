@@ -23,6 +23,7 @@ from tiny_model import (
 
 from neuroncore.collectives.links import RankGroup
 from neuroncore.hardware import MACHINES, Machine
+from neuronmm_ops.estimate import one_launch
 from neuronmm_ops.estimate.exchange import PUBLISHED_US
 from neuronmm_ops.estimate.linears import MLP, divided, linears
 from neuronmm_ops.estimate.memory import everywhere, weight_bytes
@@ -289,3 +290,41 @@ def test_layouts_that_do_not_fit_are_not_taken(monkeypatch):
     monkeypatch.setattr(Machine, "rank_hbm_bytes", lambda *_: room - 1)
     with pytest.raises(ValueError, match="does not fit at tp 2"):
         fitting(own, 40, 9, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("selected", "count"),
+    [
+        ((), 2),
+        (TINY.projections, 4),
+        (MLP, 4),
+        (("q_proj", "k_proj", "v_proj"), 4),
+        (("o_proj",), 3),
+    ],
+)
+def test_layers_of_ranks_share_a_launch(selected, count):
+    """With as many exchanges as are said, none of them between ranks that differ."""
+    shape = replace(TINY, layers=4, hidden_size=1024, intermediate_size=2048, heads=16, kv_heads=8)
+    own = linears(shape, selected, ratio=0.2 if selected else None)
+    many = decoder(shape, tp=2, lnc=2, linears=own)
+    assert one_launch.refusal(many) is None
+    plan = one_launch._plan(many, many.kinds[0], 40)
+    profile = one_launch._launch(plan, 4).profile("trn2")
+    exchanges = sum([profile.opcodes.get(name, 0) for name in ("all_reduce", "all_gather")])
+    inside = [*one_launch.exchanged(many)][: -len(one_launch.ending(many)) or None]
+    # a core of two issues each exchange; those of one layer come with its streams
+    assert exchanges == 2 * len(inside)
+    assert len(inside) in (4 * count, 4 * count - 1)
+    assert plan.problem.tp == plan.arguments["tp"] == 2
+
+
+def test_a_token_of_ranks_in_one_launch(tiny):
+    alone, halves = [run(tiny, **SHORT, tp=tp) for tp in (1, 2)]
+    for variant in ("dense", "low_rank"):
+        one, of_rank = [
+            by_name(document["variants"])[variant]["phases"]["decode"]["one_launch"]
+            for document in (alone, halves)
+        ]
+        assert of_rank["hbm_bytes"] < 0.7 * one["hbm_bytes"]
+        assert of_rank["published_collectives_ms"] > of_rank["time_ms"]
+        assert "published_collectives_ms" not in one

@@ -52,11 +52,11 @@ def composed(x, residual, norms, cos, sin, caches, positions, matrices, biases, 
 def check_layer(
     launch, dtype, heads=(4, 2, 32), H=192, inner=320, ranks=(16, 24, 40), T=200, positions=(70,),
     M=1, window=0, head_norm=False, bias=False, residual=True, storage="", schedules=0,
-    tp=1, by_rows=False,
+    tp=1,
 ):  # fmt: skip
     """Values of a layer with pairs of these ranks (qkv, output, MLP; 0: dense) on a launch.
 
-    With `tp` above 1 ranks of tensor parallel have a part each: `by_rows` of both factors.
+    With `tp` above 1 ranks of tensor parallel have a part each.
 
     Returns what ran, and its operands and options.
     """
@@ -106,8 +106,8 @@ def check_layer(
     options = {"target": target, "window": window, "eps": EPS, "schedules": schedules}
     kernel = on(decoder_layer_decode, lnc)
     if tp > 1:
-        done = nc.simulate(kernel, *divided(operands, tp, by_rows), **options, tp=tp, ranks=tp)
-        out, stream, keys, values = joined(done.outputs)
+        done = nc.simulate(kernel, *divided(operands, tp), **options, tp=tp, ranks=tp)
+        out, stream, keys, values = joined(done.outputs, operands[0].shape[1])
     else:
         done = nc.simulate(kernel, *operands, **options)
         out, stream, keys, values = done.outputs
@@ -197,39 +197,47 @@ def test_a_layer_in_half_a_byte():
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("by_rows", [False, True])
-@pytest.mark.parametrize("ranks", [(16, 24, 40), (0, 0, 0), (16, 0, 0), (0, 24, 40)])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        (16, 24, 40),
+        (0, 0, 0),
+        (16, 8, 24, 24, 40, 50, 32),
+        (16, 0, 0),
+        (0, 24, 40),
+        (0, 24, 0),
+        (0, 0, 40),
+    ],
+)
 @pytest.mark.parametrize("storage", ["", "fp8"])
 @pytest.mark.parametrize("lnc", [1, 2])
-def test_ranks_sum_what_they_have_parts_of(lnc, ranks, by_rows, tp, storage):
+def test_ranks_sum_what_they_have_parts_of(lnc, ranks, tp, storage):
     layer = {"heads": (8, 4, 32), "M": 2, "positions": (3, 90), "bias": True, "head_norm": True}
-    check_layer(
-        ("trn2", lnc), torch.bfloat16, ranks=ranks, storage=storage, tp=tp, by_rows=by_rows, **layer
-    )
+    check_layer(("trn2", lnc), torch.bfloat16, ranks=ranks, storage=storage, tp=tp, **layer)
 
 
-@pytest.mark.parametrize("by_rows", [False, True])
-def test_no_order_of_ranks_and_their_cores_changes_a_value(by_rows):
-    check_layer(("trn2", 2), torch.bfloat16, schedules=3, tp=2, by_rows=by_rows)
+@pytest.mark.parametrize("ranks", [(16, 24, 40), (0, 0, 0)])
+def test_no_order_of_ranks_and_their_cores_changes_a_value(ranks):
+    check_layer(("trn2", 2), torch.bfloat16, ranks=ranks, schedules=3, tp=2)
 
 
-@pytest.mark.parametrize("by_rows", [False, True])
-def test_weights_come_while_ranks_sum(by_rows):
-    layer = {"H": 512, "inner": 2048, "ranks": (256, 256, 256)}
-    done, _, _ = check_layer(("trn2", 1), torch.bfloat16, tp=2, by_rows=by_rows, **layer)
+@pytest.mark.parametrize(("ranks", "count"), [((256, 256, 256), 4), ((0, 0, 0), 2)])
+def test_weights_come_while_ranks_sum(ranks, count):
+    layer = {"H": 512, "inner": 2048, "ranks": ranks}
+    done, _, _ = check_layer(("trn2", 1), torch.bfloat16, tp=2, **layer)
     core = done.profile.schedule.cores[0]
     opcodes = [record[0].opcode for record in core.trace.records]
     (first, *others) = [n for n, opcode in enumerate(opcodes) if opcode == "all_reduce"]
-    assert len(others) + 1 == (6 if by_rows else 2)
+    assert len(others) + 1 == count
     loads = [n for n in range(first, len(opcodes)) if core.trace.records[n][0].dma]
     assert any(core.start[n] < core.end[first] for n in loads)
 
 
-def test_ranks_that_do_not_divide_rows():
-    _, operands, options = check_layer(("trn2", 1), torch.bfloat16)
-    given = divided(operands, 2, True)
-    with pytest.raises(AssertionError, match="3 ranks must divide 192 rows equally, got 96 rows"):
-        nc.simulate(decoder_layer_decode, *given, **options, tp=3, ranks=2)
+@pytest.mark.parametrize("ranks", [(16, 16, 0, 24, 40, 40, 40), (16, 16, 16, 24, 40, 0, 40)])
+def test_ranks_take_stages_of_pairs_or_dense_ones(ranks):
+    _, operands, options = check_layer(("trn2", 1), torch.bfloat16, ranks=ranks)
+    with pytest.raises(AssertionError, match="Linears of a stage must all be pairs, or all dense"):
+        nc.simulate(decoder_layer_decode, *operands, **options, tp=2, ranks=2)
 
 
 @settings(max_examples=25, deadline=None)

@@ -48,7 +48,8 @@ class KernelRun:
         execute: compute values.
         lnc: physical cores of a rank, which share its HBM tensors.
         seed: of the random number generators.
-        ranks: how many ranks run the kernel, each with its own memories.
+        ranks: how many ranks run the kernel, each with its own memories; and of how many of them,
+            where the others come to meetings as the first does.
         follow: what instructions do where documentation and public kernels contradict each other.
         uninitialised: what a read of elements that were never written does; see `simulate`.
         memory_bytes: how much memory values may take on this machine.
@@ -62,7 +63,7 @@ class KernelRun:
         execute: bool,
         lnc: int,
         seed: int = 0,
-        ranks: int = 1,
+        ranks: tuple[int, int] = (1, 1),
         follow: Follow = "documentation",
         uninitialised: Uninitialised = "partial",
         memory_bytes: int = sys.maxsize,
@@ -72,13 +73,14 @@ class KernelRun:
         self.memory_bytes, self.used_bytes = memory_bytes, 0
         self.execute = execute
         self.precise = os.environ.get("NKI_PRECISE_FP", "1") != "0"
-        self.lnc, self.ranks, self.seed, self.follow = lnc, ranks, seed, follow
+        run, self.ranks = ranks
+        self.lnc, self.seed, self.follow = lnc, seed, follow
         self.uninitialised: Uninitialised = uninitialised
         self.capacity: CapacityPolicy | None = None
-        self.shared: list[list[Storage]] = [[] for _ in range(ranks)]
+        self.shared: list[list[Storage]] = [[] for _ in range(run)]
         shared = Shared() if execute else shared_by((machine, lnc, ranks, follow))
         self.layouts = shared.layouts
-        cores = [SimulatedCore(self, i, *shared.templates[i]) for i in range(ranks * lnc)]
+        cores = [SimulatedCore(self, i, *shared.templates[i]) for i in range(run * lnc)]
         self.cores = cores
         draw = None if order is None else random.Random(order)  # noqa: S311 - no secret
 

@@ -113,6 +113,7 @@ class RunSettings:
     capacity: CapacityPolicy = "raise"
     budget: Budget | None = None
     schedules: int = 0
+    alike_ranks: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in ("execute", "trace"):
@@ -135,6 +136,11 @@ class RunSettings:
         if self.ranks is not None and (not isinstance(self.ranks, int) or self.ranks < 1):
             raise ValueError(
                 f"ranks must be a positive number of ranks, or None; got {self.ranks!r}"
+            )
+        if self.alike_ranks and (self.mode == "execute" or self.ranks is None):
+            raise ValueError(
+                'alike_ranks needs mode="trace" and ranks; got '
+                f"mode {self.mode!r} and ranks {self.ranks}"
             )
 
 
@@ -180,15 +186,14 @@ def _run(
         settings.mode == "execute",
         kernel.lnc,
         settings.seed,
-        settings.ranks or 1,
+        (1 if settings.alike_ranks else settings.ranks or 1, settings.ranks or 1),
         settings.follow,
         settings.uninitialised,
         budget.memory_bytes,
         order,
     )
-    boundaries = [
-        Boundary(launch, rank, settings.ranks is not None) for rank in range(launch.ranks)
-    ]
+    run_ranks = range(len(launch.cores) // kernel.lnc)
+    boundaries = [Boundary(launch, rank, settings.ranks is not None) for rank in run_ranks]
     noted.clear()
     signature = inspect.signature(kernel.func)
     bound = signature.bind(*args, **kwargs)
@@ -256,6 +261,7 @@ def simulate(
     capacity: CapacityPolicy = "raise",
     budget: Budget | None = None,
     schedules: int = 0,
+    alike_ranks: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Run a kernel on the simulated NeuronCore.
@@ -290,6 +296,8 @@ def simulate(
             `Budget()`.
         schedules: run the kernel so many times more, its cores in other orders that their waiting
             for each other allows; refused where a value changes: it is a race.
+        alike_ranks: trace rank 0 alone, and take the others to do what it does, so that many ranks
+            take no longer than one.
 
     What runs here but the documentation refuses or leaves undefined is an `NkiWarning`.
     Raises NkiValidationError where the kernel breaks a rule, ValueError for bad arguments.
@@ -297,7 +305,7 @@ def simulate(
     names = (assume,) if isinstance(assume, str) else tuple(assume)
     settings = RunSettings(
         target, mode, model, dma_model, names, cores_busy, seed, ranks, follow,
-        uninitialised, capacity, budget, schedules,
+        uninitialised, capacity, budget, schedules, alike_ranks,
     )  # fmt: skip
     if args or kwargs:
         return run(kernel, args, kwargs, settings)

@@ -146,7 +146,14 @@ def _one_launch(decoder: Decoder, shares: Mapping[int, float]) -> dict[str, Any]
     for part in decoder.ending():
         way = decoder.tracer.quickest(part.ways)
         total, launches = total.plus(decoder.tracer.launches(way.launches)), launches + 1
-    return {"launches": launches, **_fields(total), "bound_ms": one_launch.bound_ms(decoder, total)}
+        total = total.plus(PassCost((way.collectives_ms,) * len(ENDS)))
+    last = sum([each.ms for each in one_launch.ending(decoder)])
+    total = total.plus(PassCost((last,) * len(ENDS)))
+    found = {"launches": launches, **_fields(total)}
+    found["bound_ms"] = one_launch.bound_ms(decoder, total)
+    if decoder.tp > 1:
+        found["published_collectives_ms"] = total.times_ms[0] + one_launch.published_ms(decoder)
+    return found
 
 
 def _layout(decoder: Decoder, number: int, way: Way) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class Problem:
         compute: "x", or "fp8" where prefill may round activations to fp8, token by token.
         others: tensors that the op is given beside x, its matrices, scales and biases; x itself
             where there is no matrix.
+        tp: ranks of tensor parallel that sum with each other in the launch; sizes are of one.
     """
 
     op: str
@@ -65,6 +66,7 @@ class Problem:
     weight_dtype: str = ""
     compute: str = "x"
     others: tuple[Other, ...] = ()
+    tp: int = 1
 
     def __post_init__(self) -> None:
         machine = resolve_target(self.target)

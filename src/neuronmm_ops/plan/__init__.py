@@ -48,6 +48,7 @@ class ProblemOptions(TypedDict, total=False):
     weight_dtype: str
     compute: str
     others: tuple[Other, ...]
+    tp: int
 
 
 class PlanOptions(ProblemOptions, total=False):
@@ -81,7 +82,7 @@ def plan_op(
             several launches. One of 128 tokens runs however many instructions it takes.
         device_loop: a launch of more instructions loops over its tokens on the device instead,
             where that makes it shorter: trn2 and trn3, for NKI 0.6 has the loop and documents them.
-        **options: `bf16_partial_sums`, `weight_dtype`, `compute` and `others`, as `Problem`.
+        **options: `bf16_partial_sums`, `weight_dtype`, `compute`, `others` and `tp`, as `Problem`.
 
     Raises:
         ValueError: sizes or names that are none, or weights that no plan fits.

@@ -41,8 +41,8 @@ def fingerprint() -> str:
 def key_of(problem: Problem, max_instructions: int, *, device_loop: bool) -> str:
     """The name of a plan, the same on every machine."""
     values = asdict(problem)
-    others = values.pop("others")
-    last = [*filter(None, [others]), max_instructions, device_loop]
+    others, tp = values.pop("others"), values.pop("tp")
+    last = [*filter(None, [others, tp > 1 and f"tp {tp}"]), max_instructions, device_loop]
     return json.dumps([*values.values(), problem.inputs, *last])
 
 

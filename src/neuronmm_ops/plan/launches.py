@@ -10,7 +10,7 @@ from neuroncore import Kernel, Profile, TensorSpec, simulate
 from neuroncore.dtypes import dtype_of
 from neuronmm_ops.kernels.problem import Plan
 from neuronmm_ops.kernels.simulated import simulated_kernel
-from neuronmm_ops.plan.tracing import Cost, of_least_regret, operands_of, trace
+from neuronmm_ops.plan.tracing import Cost, of_least_regret, operands_of, trace, tracing
 
 
 class TensorShape(NamedTuple):
@@ -61,8 +61,9 @@ class PlannedKernel:
         Raises:
             NkiValidationError: the kernel breaks a rule of the target, or does not fit on it.
         """
-        options = {"target": target, "mode": "trace", "cores_busy": cores_busy}
-        return simulate(self.kernel, *self.specs, **options, **self.arguments).profile
+        options: dict[str, Any] = {"target": target, "cores_busy": cores_busy}
+        options |= tracing(self.arguments)
+        return simulate(self.kernel, *self.specs, **options).profile
 
 
 def planned_kernels(plan: Plan) -> list[PlannedKernel]:

@@ -143,6 +143,13 @@ def of_least_regret(times_ms: Sequence[tuple[float, ...]]) -> tuple[int, float]:
     return regrets.index(min(regrets)), min(regrets)
 
 
+def tracing(arguments: Arguments) -> dict[str, Any]:
+    """Options of a trace: a kernel's arguments, and the ranks that it has if these say so."""
+    tp = arguments.get("tp", 1)
+    ranks: dict[str, Any] = {"ranks": tp, "alike_ranks": True} if tp > 1 else {}
+    return {**arguments, **ranks, "mode": "trace"}
+
+
 def trace(
     kernel: Kernel,
     operands: Sequence[Any],
@@ -152,7 +159,7 @@ def trace(
     most_ms: float = math.inf,
 ) -> Cost | None:
     """What one launch costs; None as of `traced`, and where it needs the plans' reserve."""
-    options: dict[str, Any] = {**arguments, "target": target, "mode": "trace"}
+    options: dict[str, Any] = {"target": target, **tracing(arguments)}
     try:
         run = simulate(kernel, *operands, **options)
     except NkiValidationError:

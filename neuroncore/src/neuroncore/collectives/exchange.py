@@ -147,8 +147,9 @@ def finish(call: CollectiveCall, post: Any, act: Callable[[Posts], float]) -> No
     """Meet the cores of the ranks, with a post each, and record the instruction."""
     core, opcode, tensors = call.core, call.opcode, (*call.dsts, *call.srcs)
     shapes = tuple([(t.shape, t.dtype, t.geometry.on_chip) for t in tensors])
-    lnc = core.launch.lnc
-    members = tuple(sorted([rank * lnc + part for rank in call.ranks for part in range(lnc)]))
+    lnc, cores = core.launch.lnc, len(core.launch.cores)
+    every = [rank * lnc + part for rank in call.ranks for part in range(lnc)]
+    members = tuple(sorted([number for number in every if number < cores]))
     meeting = meet(core, members, (opcode, call.ranks, call.options, shapes), post, act)
     template = core.template(_template, tensors, (opcode, len(call.dsts)))
     done = core.record(template, tensors).named(call.name)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from neuronmm_ops.kernels.decoder_layer.decode import KNOBS
 from neuronmm_ops.kernels.decoder_layer.operands import linears_of, stages_of
+from neuronmm_ops.kernels.decoder_layer.stage import KNOBS
 from neuronmm_ops.kernels.knobs import Arguments, Knobs, core_part, even, inner_blocks
 
 if TYPE_CHECKING:
@@ -40,15 +40,15 @@ def stages(problem: Problem) -> list[Problem]:
     for name, linears in stages_of(linears_of(problem)).items():
         low_rank, dense = OPS[name]
         own, stored = stored[0], stored[sum([len(linear) for linear in linears]) :]
-        kept: dict[str, Any] = {"weight_dtype": own, "others": ()}
-        if all(len(linear) == 2 for linear in linears):
+        kept: dict[str, Any] = {"weight_dtype": own, "others": (), "tp": 1}
+        if problem.tp == 1 and all(len(linear) == 2 for linear in linears):
             matrices = tuple([matrix for linear in linears for matrix in linear])
             found.append(replace(problem, op=low_rank, **kept, matrices=matrices))
             continue
-        # of some pairs, too, cores share the columns of what follows u
+        # of some pairs, too, and on ranks, cores share the columns of what follows u
         matrices = tuple([(linear[0][0], linear[-1][1]) for linear in linears])
         if name == "qkv":
-            matrices = ((problem.K, sum([columns for _, columns in matrices])),)
+            matrices = ((matrices[0][0], sum([columns for _, columns in matrices])),)
         found.append(replace(problem, op=dense, **kept, matrices=matrices))
     return found
 
@@ -60,13 +60,13 @@ def decode(problem: Problem, *planned: Arguments) -> list[Knobs]:
     smaller blocks of a stage fit more of the next one's weights.
     """
     names = [f"{name}_knobs" for name in OPS]
-    start: Arguments = {
-        name: packed(arguments) for name, arguments in zip(names, planned, strict=True)
-    }
-    moving = {name: changed(values, stationary=0) for name, values in start.items()}
+    own = {name: packed(arguments) for name, arguments in zip(names, planned, strict=True)}
+    ranks: Arguments = {"tp": problem.tp} if problem.tp > 1 else {}
+    start: Arguments = {**own, **ranks}
+    moving = {name: changed(values, stationary=0) for name, values in own.items()} | ranks
     axes: list[Any] = []
     for name, stage in zip(names, stages(problem), strict=True):
-        axes += [_Axis(name, each) for each in _axes(stage)]
+        axes += [_Axis(name, each) for each in [*_axes(stage), *(_BLOCKS if ranks else [])]]
     return [Knobs("decoder_layer_decode", [start, moving], axes)]
 
 
@@ -80,6 +80,10 @@ def changed(values: tuple[int, ...], **knobs: int) -> tuple[int, ...]:
     """A stage's knobs with other values of some."""
     pairs = zip(KNOBS, values, strict=True)
     return tuple([int(knobs.get(name, value)) for name, value in pairs])
+
+
+_BLOCKS = [[{"block": size} for size in (512, 1024, 2048)]]
+"""On ranks, whose Linears are so small that alone they are planned for other bounds."""
 
 
 class _Axis:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from neuronmm_ops.kernels.decoder_layer.ranks import TensorParallel
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk
@@ -68,27 +67,35 @@ class Residual(nl.NKIObject):
             add_normed(chunk, part, self.parts_sb[number][i], inverse_sb, weight_sb)
         return chunk
 
-    def normed_of(self, ranks: TensorParallel, weight_hbm: NkiTensor, eps: float) -> KChunk:
-        """As `normed`, of this rank's features, from 0 on: its weights have no other rows."""
-        whole = self.chunks[0]
-        own_hbm = self.x_hbm[:, 0 : self.x_hbm.shape[1] // ranks.count]  # for its shape
-        lanes, rows = whole.lanes, whole.scaled_rows
-        chunk = KChunk(0, own_hbm, False, 0, own_hbm.dtype, None, lanes, scaled_rows=rows)
-        inverse_sb = self.inverse(eps)
-        for part in chunk.parts:
-            part_sb = ranks.loaded(self.x_hbm, part)
-            if not is_none(self.added_hbm):
-                added_sb = ranks.loaded(self.added_hbm, part)
-                nisa.tensor_tensor(part_sb, part_sb, added_sb, nl.add)
-            weight_sb = ranks.loaded(weight_hbm.expand_dim(0), part)
-            add_normed(chunk, part, part_sb, inverse_sb, weight_sb)
+    def weighted(self, weight_hbm: NkiTensor) -> KChunk:
+        """The features times a weight [H], of one range: a rank's, before its norm is known."""
+        chunk = self.chunks[0]
+        for i in range(len(chunk.parts)):
+            part = chunk.parts[i]
+            weight_sb = loaded(weight_hbm.expand_dim(0), chunk.start, part)
+            add_scaled(chunk, part, self.parts_sb[0][i], weight_sb.broadcast(1, chunk.tokens))
         return chunk
+
+    def squares(self, ranks: int) -> NkiTensor:
+        """A rank's part of mean(x^2) of each token in shared HBM, [1, M] fp32; one core writes."""
+        mean_psum = self.mean(ranks)
+        M = mean_psum.shape[1]
+        mean_sb = nl.ndarray((1, M), dtype=nl.float32)
+        hbm = nl.ndarray((1, M), dtype=nl.float32, buffer=nl.shared_hbm)
+        if nl.program_id(0) == 0:
+            nisa.tensor_copy(mean_sb, mean_psum[0:1, :])
+            nisa.dma_copy(hbm, mean_sb)
+        return hbm
 
     def inverse(self, eps: float) -> NkiTensor:
         """1 / sqrt(mean(x^2) + eps) of each token on every partition, [128, M] fp32."""
+        return root(self.mean(1), eps)
+
+    def mean(self, ranks: int) -> NkiTensor:
+        """mean(x^2) of each token on every partition, [128, M] fp32, or what one rank adds."""
         M, H = self.x_hbm.shape
         shares_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.float32)
-        nisa.memset(shares_sb, 1.0 / H, engine=nisa.gpsimd_engine)
+        nisa.memset(shares_sb, 1.0 / (H * ranks), engine=nisa.gpsimd_engine)
         mean_psum = nl.ndarray((PARTITIONS, M), dtype=nl.float32, buffer=nl.psum)
         started = False
         for parts_sb in self.parts_sb:
@@ -100,9 +107,21 @@ class Residual(nl.NKIObject):
                 nisa.tensor_reduce(sums_sb, nl.add, squares_sb, axis=2)
                 nisa.nc_matmul(mean_psum, shares_sb[0:rows, :], sums_sb, accumulate=started)
                 started = True
-        inverse_sb = nl.ndarray((PARTITIONS, M), dtype=nl.float32)
-        nisa.tensor_scalar(inverse_sb, mean_psum, nl.add, eps, op1=nl.power, operand1=-0.5)
-        return inverse_sb
+        return mean_psum
+
+
+def root(mean: NkiTensor, eps: float) -> NkiTensor:
+    """1 / sqrt(mean + eps), [128, M] fp32."""
+    inverse_sb = nl.ndarray(mean.shape, dtype=nl.float32)
+    nisa.tensor_scalar(inverse_sb, mean, nl.add, eps, op1=nl.power, operand1=-0.5)
+    return inverse_sb
+
+
+def root_of(squares_hbm: NkiTensor, eps: float) -> NkiTensor:
+    """As `root`, of [1, M] in HBM, on every partition."""
+    mean_sb = nl.ndarray((PARTITIONS, squares_hbm.shape[1]), dtype=nl.float32)
+    nisa.dma_copy(mean_sb, squares_hbm.broadcast(0, PARTITIONS))
+    return root(mean_sb, eps)
 
 
 def add_normed(
@@ -111,42 +130,42 @@ def add_normed(
     """Add a part [rows, M, tiles], times 1 / its root mean square and a weight, to its chunk."""
     M = chunk.tokens
     scaled_sb = nl.ndarray(part_sb.shape, dtype=part_sb.dtype)
-    inverse = inverse_sb[0 : part.rows, :].expand_dim(2).broadcast(2, part.tiles)
-    nisa.tensor_tensor(scaled_sb, part_sb, inverse, nl.multiply)
-    to_sb = nl.ndarray((part.rows, part.tiles, chunk.lanes), dtype=part_sb.dtype)
-    if chunk.lanes > M:
-        nisa.memset(to_sb[:, 0, :], 0.0, engine=nisa.gpsimd_engine)
-    tokens_sb = to_sb[:, :, 0:M].permute((0, 2, 1))
-    nisa.tensor_tensor(tokens_sb, scaled_sb, weight_sb.broadcast(1, M), nl.multiply)
-    chunk.transposed_sb.append(to_sb)
-    chunk.made_transposed = True
+    nisa.tensor_tensor(scaled_sb, part_sb, of_tokens(inverse_sb, part), nl.multiply)
+    add_scaled(chunk, part, scaled_sb, weight_sb.broadcast(1, M))
 
 
-def turned_chunk(hbm: NkiTensor, own: Span, lanes: int, group: int) -> KChunk:
-    """Features of [M, K] in HBM, for a few tokens: a K chunk that TensorE need not transpose."""
+def of_tokens(inverse_sb: NkiTensor, part: KPart) -> NkiTensor:
+    """A scale of each token, [128, M], for the features of a part [rows, M, tiles]."""
+    return inverse_sb[0 : part.rows, :].expand_dim(2).broadcast(2, part.tiles)
+
+
+def turned_chunk(
+    hbm: NkiTensor, own: Span, lanes: int, group: int, inverse_sb: NkiTensor | None = None
+) -> KChunk:
+    """Features of [M, K] in HBM, for a few tokens: a K chunk that TensorE need not transpose.
+
+    Each token's times its `inverse_sb` [128, M].
+    """
     own_hbm = hbm[:, nl.ds(own.start, own.size)]
     chunk = KChunk(own.start, own_hbm, False, 0, hbm.dtype, None, lanes, scaled_rows=group)
     for part in chunk.parts:
-        add_turned(chunk, part, loaded(hbm, own.start, part))
+        part_sb = loaded(hbm, own.start, part)
+        scale = None if is_none(inverse_sb) else of_tokens(inverse_sb, part)
+        add_scaled(chunk, part, part_sb, scale)
     return chunk
 
 
-def own_chunk(hbm: NkiTensor, ranks: TensorParallel, lanes: int, group: int) -> KChunk:
-    """As `turned_chunk`, of this rank's columns, which its weights have rows of from 0 on."""
-    own_hbm = hbm[:, 0 : hbm.shape[1] // ranks.count]  # for its shape
-    chunk = KChunk(0, own_hbm, False, 0, hbm.dtype, None, lanes, scaled_rows=group)
-    for part in chunk.parts:
-        add_turned(chunk, part, ranks.loaded(hbm, part))
-    return chunk
-
-
-def add_turned(chunk: KChunk, part: KPart, part_sb: NkiTensor) -> None:
-    """Add the transposes of a part [rows, M, tiles] to its chunk."""
+def add_scaled(chunk: KChunk, part: KPart, part_sb: NkiTensor, scale: NkiTensor | None) -> None:
+    """Add the transposes of a part [rows, M, tiles] to its chunk, times a scale of that shape."""
     M = chunk.tokens
     to_sb = nl.ndarray((part.rows, part.tiles, chunk.lanes), dtype=part_sb.dtype)
     if chunk.lanes > M:
         nisa.memset(to_sb[:, 0, :], 0.0, engine=nisa.gpsimd_engine)
-    nisa.tensor_copy(to_sb[:, :, 0:M].permute((0, 2, 1)), part_sb)
+    tokens_sb = to_sb[:, :, 0:M].permute((0, 2, 1))
+    if is_none(scale):
+        nisa.tensor_copy(tokens_sb, part_sb)
+    else:
+        nisa.tensor_tensor(tokens_sb, part_sb, scale, nl.multiply)
     chunk.transposed_sb.append(to_sb)
     chunk.made_transposed = True
 

@@ -23,6 +23,8 @@ def linears_of(problem: Problem) -> list[Matrices]:
     Linear begins with.
     """
     left, H = list(problem.matrices), problem.K
+    if problem.tp > 1:
+        return _linears_of_rank(problem)
     found: list[Matrices] = []
     for n in range(7):
         # of the Linear after: from x, from attention, from the gated features
@@ -33,6 +35,22 @@ def linears_of(problem: Problem) -> list[Matrices]:
         left = left[size:]
     assert not left, f"{problem.op}: 7 Linears, each a pair or dense; got {problem.matrices}"
     return found
+
+
+def _linears_of_rank(problem: Problem) -> list[Matrices]:
+    """As `linears_of`, where Linears of a stage are all pairs, or all dense.
+
+    A stage of pairs reads a part of the features, and its norm has as many.
+    """
+    more = len(problem.matrices) - 7
+    sizes = {name: shape[0] for name, shape, _ in problem.others if name in NORMS[:2]}
+    of_qkv = more >= 6 or (more >= 3 and sizes["input_norm"] < sizes["mlp_norm"])
+    of_mlp = more >= 6 or (more >= 3 and not of_qkv)
+    left = iter(problem.matrices)
+    return [
+        tuple([next(left) for _ in range(1 + is_pair)])
+        for is_pair in (*(of_qkv,) * 3, more % 3 == 1, *(of_mlp,) * 3)
+    ]
 
 
 def stages_of(linears: Sequence[Matrices]) -> dict[str, Sequence[Matrices]]:

@@ -1,9 +1,8 @@
-"""What the ranks of tensor parallel sum, and a rank's part of what all of them have."""
+"""What the ranks of tensor parallel sum, and what of the stream each of them has."""
 
 from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, ncc, nisa, nl
-from neuronmm_ops.kernels.stages.tiling import KPart
 
 
 class TensorParallel(nl.NKIObject):
@@ -16,37 +15,68 @@ class TensorParallel(nl.NKIObject):
             numbers.append(n)
         self.numbers = numbers
 
-    def summed(self, hbm: NkiTensor) -> NkiTensor:
-        """The sum over the ranks of a tensor in shared HBM that both cores write, for both.
+    def summed(self, parts: list[NkiTensor]) -> list[NkiTensor]:
+        """Sums over the ranks of tensors in shared HBM that both cores write, for both.
 
         Rounded once, as what is summed. Weights of later stages load in the meantime.
         """
         if self.count == 1:
             if nl.num_programs(0) > 1:
-                nisa.core_barrier(hbm, (0, 1))
-            return hbm
-        sum_hbm = nl.ndarray(hbm.shape, dtype=hbm.dtype, buffer=nl.shared_hbm)
-        ncc.all_reduce([hbm], [sum_hbm], ncc.ReplicaGroup([self.numbers]), nl.add)
-        return sum_hbm
+                for hbm in parts:
+                    nisa.core_barrier(hbm, (0, 1))
+            return parts
+        sums: list[NkiTensor] = []
+        for hbm in parts:
+            sums.append(nl.ndarray(hbm.shape, dtype=hbm.dtype, buffer=nl.shared_hbm))
+        ncc.all_reduce(parts, sums, ncc.ReplicaGroup([self.numbers]), nl.add)
+        return sums
 
-    def divide(self, whole: int, part: int) -> bool:
-        """Whether a rank has a part of a contraction whose other side is whole."""
-        if whole == part or self.count == 1:
-            return False
-        assert part * self.count == whole, (
-            f"{self.count} ranks must divide {whole} rows equally, got {part} rows of a rank"
-        )
-        return True
+    def fitted(self, streams: list[NkiTensor], features: int) -> list[NkiTensor]:
+        """The features [M, ...] in HBM that a stage contracts: all, or those of a rank."""
+        parts: list[NkiTensor] = []
+        for hbm in streams:
+            if hbm.shape[1] < features:
+                parts.append(hbm)
+        rows: list[NkiTensor] = []
+        if len(parts) > 0:
+            rows = self.gathered(parts)
+        found: list[NkiTensor] = []
+        seen = 0
+        for hbm in streams:
+            if hbm.shape[1] < features:
+                found.append(self.side_by_side(rows[seen]))
+                seen += 1
+            elif hbm.shape[1] > features:
+                found.append(self.own(hbm))
+            else:
+                found.append(hbm)
+        return found
 
-    def loaded(self, hbm: NkiTensor, part: KPart) -> NkiTensor:
-        """Features of a part of this rank's K chunk, of all features [M, H]; [rows, M, tiles]."""
+    def own(self, hbm: NkiTensor) -> NkiTensor:
+        """This rank's columns of [M, H], which are known at run time, for this core."""
         M, H = hbm.shape
-        sb = nl.ndarray((part.rows, M, part.tiles), dtype=hbm.dtype)
-        pattern = [[part.tiles, part.rows], [H, M], [1, part.tiles]]
-        nisa.dma_copy(sb, self.own(hbm, pattern, part.start))
-        return sb
+        size = H // self.count
+        own_hbm = nl.ndarray((M, size), dtype=hbm.dtype, buffer=nl.private_hbm)
+        by_rank = hbm.reshape_dim(1, (self.count, size))
+        pattern = [[H, M], [1, size]]
+        nisa.dma_copy(own_hbm, by_rank.ap(pattern, 0, scalar_offset=ncc.rank_id(), indirect_dim=1))
+        return own_hbm
 
-    def own(self, hbm: NkiTensor, pattern: list[list[int]], start: int) -> NkiTensor:
-        """A pattern in [M, K] from column `start` of this rank's on; which is known at run time."""
-        by_rank = hbm.reshape_dim(1, (self.count, hbm.shape[1] // self.count))
-        return by_rank.ap(pattern, start, scalar_offset=ncc.rank_id(), indirect_dim=1)
+    def gathered(self, parts: list[NkiTensor]) -> list[NkiTensor]:
+        """[M, size] of all ranks, one below the other."""
+        rows: list[NkiTensor] = []
+        for hbm in parts:
+            M, size = hbm.shape
+            rows.append(nl.ndarray((self.count * M, size), dtype=hbm.dtype, buffer=hbm.buffer))
+        ncc.all_gather(parts, rows, ncc.ReplicaGroup([self.numbers]), 0)
+        return rows
+
+    def side_by_side(self, rows_hbm: NkiTensor) -> NkiTensor:
+        """[M, H] of what ranks have [M, H / count] of, one below the other."""
+        M, size = rows_hbm.shape[0] // self.count, rows_hbm.shape[1]
+        if M == 1:
+            return rows_hbm.reshape((1, self.count * size))
+        whole_hbm = nl.ndarray((M, self.count * size), dtype=rows_hbm.dtype, buffer=nl.private_hbm)
+        columns = whole_hbm.reshape_dim(1, (self.count, size))
+        nisa.dma_copy(columns, rows_hbm.reshape_dim(0, (self.count, M)).permute((1, 0, 2)))
+        return whole_hbm
