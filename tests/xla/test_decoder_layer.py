@@ -1,6 +1,8 @@
 """Several layers through XLA's custom call: one call, whose caches are aliases."""
 
+import copy
 import ctypes
+import re
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ from decoder_layers import cast, operands
 from graphs import lowered
 from host import tensor_at
 from torch.utils._pytree import tree_map_only
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch_xla import _XLAC
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import neuronmm_ops as nm
+from neuronmm_ops.nn.laid_linear import is_laid
 from neuronmm_ops.ops.definitions.decoder_layer import SPEC
 
 
@@ -56,17 +60,56 @@ def test_layers_are_one_call_that_changes_the_caches(device, handler, monkeypatc
         torch.testing.assert_close(found.cpu(), own)
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_fused_model_has_the_tokens_of_the_unfused_one(device, monkeypatch, layers):
-    monkeypatch.setenv("NEURONMM_XLA", "composite")
+def llama() -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        vocab_size=72, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
     torch.manual_seed(0)
-    model, prompt = LlamaForCausalLM(config).eval(), torch.randint(0, 64, (1, 9))
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_fused_model_has_the_tokens_of_the_unfused_one(device, monkeypatch, layers):
+    monkeypatch.setenv("NEURONMM_XLA", "composite")
+    model, prompt = llama(), torch.randint(0, 64, (1, 9))
     settings = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
     wanted = model.generate(prompt, **settings, disable_compile=True)
     nm.fuse_decoder_(model.to(device), layers)
     found = model.generate(prompt.to(device), **settings, disable_compile=True)
     assert torch.equal(found.cpu(), wanted)
+
+
+def test_a_decode_step_transposes_no_weight(device, handler, monkeypatch):
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn1")
+    model, prompt = llama().to(device), torch.randint(0, 64, (1, 9)).to(device)
+    past = StaticCache(config=nm.fuse_decoder_(model).config, max_cache_len=16)
+    with torch.no_grad():
+        model(prompt, past_key_values=past)
+        torch_xla.sync()
+        logits = model(prompt[:, :1], past_key_values=past).logits
+    text = _XLAC._get_xla_tensors_hlo([logits])
+    assert len(lowered(logits).calls) == 2
+    transposed = re.findall(r" transpose\(f32\[(\d+,\d+)\]", text)
+    assert transposed == ["72,64"]  # the head's, a product of XLA
+
+
+def test_names_and_values_of_weights_stay(device):
+    model = llama()
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    names = [name for name, _ in model.named_parameters()]
+    nm.fuse_decoder_(nm.fuse_decoder_(model.to(device)))
+    up = model.model.layers[0].mlp.up_proj
+    assert up.weight.shape == (64, 128)
+    assert [name for name, _ in model.named_parameters()] == names
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        up.weight.zero_()
+    model.load_state_dict(wanted)
+    for each in (model, twin, nm.unfuse_(model), nm.unfuse_(twin)):
+        found = each.state_dict()
+        assert list(found) == list(wanted)
+        for name, value in found.items():
+            assert torch.equal(value.cpu(), wanted[name])
+    assert up.weight.shape == (128, 64)
+    assert not any(is_laid(module) for module in (*model.modules(), *twin.modules()))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from neuronmm_ops.nn.bare import is_bare
 from neuronmm_ops.nn.decode_cache import decode_cache
+from neuronmm_ops.nn.laid_linear import is_laid, lay_, unlay_
 from neuronmm_ops.nn.stored_linear import StoredLinear
 from neuronmm_ops.nn.svd_linear import SVDLinear
 from neuronmm_ops.nn.svd_mlp import SVDMLP, activation_name, gated_activation
@@ -66,10 +67,11 @@ def fuse_decoder_(model: M, layers: int = 1) -> M:
     way. A call with up to 8 new tokens a sequence and a StaticCache, after the prompt, is one op; a
     prompt, or what needs gradients, passes through the modules as before. Parameters are used where
     they are: names, checkpoints and `state_dict` stay. Prompts may be padded on the left. A padded
-    cache that the model has begun must be continued by it, not by what `unfuse_` left.
+    cache that the model has begun must be continued by it, not by what `unfuse_` left. On XLA and
+    Neuron devices a dense `nn.Linear` holds its weight as `[in, out]`, but for `state_dict`.
 
     Args:
-        model: a causal LM, or a module that holds one; `generate` needs
+        model: a causal LM, or a module that holds one, where it will run; `generate` needs
             `cache_implementation="static"`.
         layers: consecutive layers of one op, at most: those of an op have one window, and the last
             op has what is left. Layers before an op's last return what they are given; where hidden
@@ -107,6 +109,8 @@ def fuse_decoder_(model: M, layers: int = 1) -> M:
         group = tuple([named[name] for name in names])
         for layer in group:
             layer.forward = partial(_forward, layer, group)
+            for linear in _dense(layer):
+                lay_(linear)
     return model
 
 
@@ -115,6 +119,8 @@ def unfuse_(model: M) -> M:
     for module in model.modules():
         if is_fused(module):
             del module.__dict__["forward"]
+            for linear in _dense(module):
+                unlay_(linear)
     return model
 
 
@@ -186,6 +192,11 @@ def _family(module: nn.Module) -> str:
     name = kind.__name__.removesuffix("DecoderLayer")
     is_ours = kind.__name__ != name and name in FAMILIES
     return name if is_ours and kind.__module__.startswith("transformers.") else ""
+
+
+def _dense(layer: nn.Module) -> list[nn.Linear]:
+    """Return a layer's dense Linears."""
+    return [module for module in layer.modules() if type(module) is nn.Linear]
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:
@@ -298,14 +309,15 @@ def linear_operands(parent: nn.Module, name: str) -> LinearOperands:
     """Return a projection's matrices `[in, out]`, scales and bias."""
     layer: Any = parent.get_submodule(name)
     kind = type(layer)
-    if kind not in (nn.Linear, StoredLinear, SVDLinear, QKVProjection) or not is_bare(layer):
+    known, laid = (nn.Linear, StoredLinear, SVDLinear, QKVProjection), is_laid(layer)
+    if kind not in known or not (laid or is_bare(layer)):
         raise ValueError(
             f"{name} is a {kind.__name__}"
             + (", or has hooks or another forward" if isinstance(layer, nn.Linear) else "")
             + "; it must be nn.Linear, StoredLinear or SVDLinear: unwrap it, or load it anew"
         )
     if kind is nn.Linear:
-        u, v, u_scale, v_scale = None, layer.weight.t(), None, None
+        u, v, u_scale, v_scale = None, layer.weight if laid else layer.weight.t(), None, None
     elif layer.compute != "x":
         raise ValueError(f"{name} computes in {layer.compute}, the op does not; set_compute_ 'x'")
     elif kind is StoredLinear:
