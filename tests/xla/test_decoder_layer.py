@@ -80,18 +80,48 @@ def test_a_fused_model_has_the_tokens_of_the_unfused_one(device, monkeypatch, la
     assert torch.equal(found.cpu(), wanted)
 
 
-def test_a_decode_step_transposes_no_weight(device, handler, monkeypatch):
+def test_a_decode_step_transposes_no_weight_and_no_cache(device, handler, monkeypatch):
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn1")
     model, prompt = llama().to(device), torch.randint(0, 64, (1, 9)).to(device)
-    past = StaticCache(config=nm.fuse_decoder_(model).config, max_cache_len=16)
+    past = StaticCache(config=nm.fuse_decoder_(model).config, max_cache_len=24)
     with torch.no_grad():
         model(prompt, past_key_values=past)
         torch_xla.sync()
         logits = model(prompt[:, :1], past_key_values=past).logits
-    text = _XLAC._get_xla_tensors_hlo([logits])
+    caches = [each for layer in past.layers for each in (layer.keys, layer.values)]
+    text = _XLAC._get_xla_tensors_hlo([logits, *caches])
     assert len(lowered(logits).calls) == 2
     transposed = re.findall(r" transpose\(f32\[(\d+,\d+)\]", text)
     assert transposed == ["72,64"]  # the head's, a product of XLA
+    assert not re.search(r" transpose\(f32\[(\d+,)*24[,\]]", text)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_padded_batch_goes_on_with_prompts_and_a_reset(device, monkeypatch, layers):
+    monkeypatch.setenv("NEURONMM_XLA", "composite")
+    model = llama()
+    ids = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(2))
+    wanted = texts(model, ids)
+    found = texts(nm.fuse_decoder_(model.to(device), layers), ids.to(device))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def texts(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of a padded prompt, steps, a second prompt and steps, twice in one cache."""
+    past, found = StaticCache(config=model.config, max_cache_len=24), list[torch.Tensor]()
+    for _ in range(2):
+        mask = torch.ones_like(ids)
+        mask[1, :3] = 0
+        seen = 0
+        for piece in ids.split([6, 1, 1, 10, 1, 1], 1):
+            seen += piece.shape[1]
+            places = (mask[:, :seen].cumsum(-1) - 1).clamp_min(0)[:, -piece.shape[1] :]
+            options = {"attention_mask": mask[:, :seen], "position_ids": places}
+            with torch.no_grad():
+                logits = model(piece, **options, past_key_values=past).logits[:, -1]
+            found.append(logits.cpu())
+        past.reset()
+    return torch.stack(found)
 
 
 def test_names_and_values_of_weights_stay(device):

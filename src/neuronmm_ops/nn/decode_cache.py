@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neuronmm_ops.nn.laid_linear import BY_STRIDES
 from neuronmm_ops.ops.definitions.decoder_layer import has_values
 
 _KINDS = ("StaticLayer", "StaticSlidingWindowLayer")
@@ -20,7 +21,8 @@ class DecodeCache:
     """How a layer of a StaticCache lies for the op, kept as that layer's `decode_cache`.
 
     Keys stay `[B, kv_heads, T, head_dim]` for Transformers, but become a view of
-    `[B, kv_heads, head_dim, T]`.
+    `[B, kv_heads, head_dim, T]`. Where views have buffers of their own, as on XLA, the same buffer
+    holds them in that order from a prompt until Transformers' modules run again.
 
     Args:
         layer: Transformers' `StaticLayer` or `StaticSlidingWindowLayer`.
@@ -28,17 +30,21 @@ class DecodeCache:
     Attributes:
         filled: whether a prompt has been read since the last reset.
         padding: int64 `[B]`, places by which each sequence has been moved to the left.
+        reordered: whether the keys' buffer is in another order than its shape says.
     """
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.filled = False
+        self.reordered = False
         self.padding: Tensor | None = None
 
     @property
     def caches(self) -> list[Tensor]:
         """Keys and values as the op takes them."""
-        return [self.layer.keys.mT, self.layer.values]
+        keys: Tensor = self.layer.keys
+        B, kv, T, d = keys.shape
+        return [keys.view(B, kv, d, T) if self.reordered else keys.mT, self.layer.values]
 
     def takes(self, new: int) -> bool:
         """Say whether `advance` has places for new tokens; a full window drops one at a time."""
@@ -71,6 +77,9 @@ class DecodeCache:
         if self.filled and self.padding is not None:
             self._move(-self.padding)
         self.filled = False
+        if self.reordered:
+            self.layer.keys.copy_(self.caches[0].mT.contiguous())
+            self.reordered = False
 
     def take(self, mask: Any) -> None:
         """Move each sequence to the left by its padding, after a forward of Transformers' modules.
@@ -116,15 +125,21 @@ class DecodeCache:
         """Move each sequence to the left by so many places, round the end; `[B]` or `[]`."""
         if has_values(places) and not bool(places.any()):
             return
-        T = self.layer.keys.shape[2]
+        keys, values = self.caches
+        T = values.shape[2]
         sources = (torch.arange(T, device=places.device) + places.unsqueeze(-1)) % T
-        for tensor in (self.layer.keys, self.layer.values):
+        for tensor in (keys.mT, values):
             index = sources.expand(len(tensor), T)[:, None, :, None].expand_as(tensor)
             tensor.copy_(tensor.gather(2, index))
 
     def _lay_out(self) -> None:
-        """Let keys be a view of `[B, kv_heads, head_dim, T]`."""
-        if not self.layer.keys.mT.is_contiguous():
+        """Let keys lie as `[B, kv_heads, head_dim, T]`."""
+        keys: Tensor = self.layer.keys
+        if keys.device.type not in BY_STRIDES:
+            if not self.reordered:
+                keys.copy_(keys.mT.contiguous().view_as(keys))
+                self.reordered = True
+        elif not self.layer.keys.mT.is_contiguous():
             self.layer.keys = self.layer.keys.mT.contiguous().mT
             _mark_static(self.layer.keys)
 
@@ -132,7 +147,7 @@ class DecodeCache:
 def _reset(layer: Any) -> None:
     """Forget all tokens of a layer of a StaticCache."""
     type(layer).reset(layer)
-    layer.decode_cache.filled = False
+    layer.decode_cache.filled = layer.decode_cache.reordered = False
 
 
 def decode_cache(past: Any, number: int) -> DecodeCache | None:

@@ -66,9 +66,10 @@ def fuse_decoder_(model: M, layers: int = 1) -> M:
     Layers of Llama, Mistral, Phi-3, Qwen2 and Qwen3 of Transformers, dense or compressed in any
     way. A call with up to 8 new tokens a sequence and a StaticCache, after the prompt, is one op; a
     prompt, or what needs gradients, passes through the modules as before. Parameters are used where
-    they are: names, checkpoints and `state_dict` stay. Prompts may be padded on the left. A padded
-    cache that the model has begun must be continued by it, not by what `unfuse_` left. On XLA and
-    Neuron devices a dense `nn.Linear` holds its weight as `[in, out]`, but for `state_dict`.
+    they are: names, checkpoints and `state_dict` stay. Prompts may be padded on the left. On XLA
+    and Neuron devices a dense `nn.Linear` holds its weight as `[in, out]`, but for `state_dict`. A
+    cache that the model has begun there, or a padded one, must be continued by it, not by what
+    `unfuse_` left.
 
     Args:
         model: a causal LM, or a module that holds one, where it will run; `generate` needs
