@@ -32,6 +32,7 @@ COMMANDS = (
     "compare adapted distilled --text text.txt --seqlen 64 --plot compare.png",
     "generate distilled --prompt The --new-tokens 3",
     "export nxdi distilled -o exported --tp 2",
+    "export dense distilled -o multiplied",
     "reproduce paper.toml -o reproduced",
     "simulate scales.py:scale --arg x=f32[128,512] --plot profile.png --timeline timeline.html",
     "lint matmul.py",

@@ -1,9 +1,10 @@
-"""`neuronmm export nxdi`."""
+"""`neuronmm export`."""
 
 import json
 import shutil
 
 import torch
+from outcomes import refused
 from tiny import tiny_ids
 
 from neuronmm_ops import hf
@@ -35,3 +36,11 @@ def test_it_says_what_to_run(small, tmp_path, run):
     assert [line for line in lines if line.startswith("note: ")]
     assert "not tested on hardware" in lines[-2]
     assert lines[-1].endswith("--prompt 'The capital of France is'")
+
+
+def test_factors_multiplied_out(small, tmp_path, run):
+    page = run("export", "dense", small, "-o", tmp_path / "out").page()
+    assert page.startswith(f"wrote {tmp_path / 'out'}: ")
+    assert "layers multiplied out" in page
+    again = run("export", "dense", tmp_path / "out", "-o", tmp_path / "other")
+    refused(again, "is not compressed; copy it as it is")

@@ -1,4 +1,4 @@
-"""`export nxdi`: a compressed checkpoint as the machine with NxD Inference reads it."""
+"""`export`: a compressed checkpoint as another engine reads it."""
 
 import argparse
 from pathlib import Path
@@ -29,6 +29,25 @@ def add(commands: Any) -> None:
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
         help="dtype of the files (default auto: the checkpoint's)",
+    )
+    described = "an ordinary checkpoint, its factors multiplied out: loads anywhere, no smaller"
+    dense = add_command(
+        engines, "dense", _export_dense, _show_dense, described, example="small -o same"
+    )
+    dense.add_argument("model", type=Path, metavar="DIR", help="a compressed checkpoint")
+    add_output(dense, "the new directory")
+
+
+def _export_dense(options: argparse.Namespace) -> dict[str, Any]:
+    from neuronmm_ops.hf.dense import export_dense
+
+    return export_dense(options.model, options.output)
+
+
+def _show_dense(document: dict[str, Any]) -> None:
+    stdout.print(
+        f"wrote {document['output']}: {document['layers']} layers multiplied out, "
+        f"{document['bytes'] / 1e6:.1f} MB, for any engine that loads the dense model"
     )
 
 

@@ -6,6 +6,7 @@ Importing this registers the quantizer `neuronmm`, so that
 
 from neuronmm_ops.hf.compress import compress
 from neuronmm_ops.hf.computing import load_computing, load_packed
+from neuronmm_ops.hf.dense import export_dense
 from neuronmm_ops.hf.drafts import load_draft
 from neuronmm_ops.hf.generate import generate_text
 from neuronmm_ops.hf.loading import load, load_tokenizer
@@ -24,6 +25,7 @@ __all__ = [
     "NeuronMMQuantizer",
     "calibration_batches",
     "compress",
+    "export_dense",
     "from_pairs",
     "generate_simulated",
     "generate_text",

@@ -1,5 +1,6 @@
-"""The dense model that a checkpoint was compressed from: found, loaded, and checked to be that."""
+"""The dense model that a checkpoint was compressed from, and an ordinary checkpoint made of it."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from neuronmm_ops.compress.record import compressed_layers
+from neuronmm_ops.checkpoint import read_config
+from neuronmm_ops.compress.record import compressed_layers, is_record
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.computing import load_on
-from neuronmm_ops.hf.loading import HUB_ID, load_tokenizer
+from neuronmm_ops.hf.loading import HUB_ID, check_values, load, load_tokenizer
+from neuronmm_ops.manifest import Origin, tensor_hashes, write_manifest
+from neuronmm_ops.nn.swap import replace_
+from neuronmm_ops.output import check_target, replacement
 
 
 def load_dense(
@@ -65,3 +70,44 @@ def _difference(compressed: nn.Module, dense: nn.Module) -> str | None:
 
 def _same(parameter: Tensor, other: Tensor) -> bool:
     return torch.equal(parameter.detach(), other.detach().to(parameter))
+
+
+def export_dense(source: str | Path, output: str | Path) -> dict[str, Any]:
+    """Write a compressed checkpoint with its factors multiplied out, as an ordinary one.
+
+    It loads wherever the dense model does, without this package, and computes what the compressed
+    one does up to rounding: for checks of quality, not for speed. The weights are rounded once, to
+    the model's dtype.
+
+    Args:
+        source: the compressed checkpoint, which is loaded whole.
+        output: the directory to write.
+
+    Returns:
+        `output`, `layers` that were multiplied out, and `bytes` of the weights.
+
+    Raises:
+        CheckpointError: the source cannot be read, or is not compressed.
+        NonFiniteError: a product is NaN or Inf in the model's dtype.
+        FileExistsError: the output exists.
+        OSError: it cannot be written.
+    """
+    source, output = Path(source), Path(output)
+    check_target(output, False, source)
+    if not is_record(read_config(source).get("quantization_config")):
+        raise CheckpointError(f"{source} is not compressed; copy it as it is")
+    model: Any = load(source, verify=True)
+    layers = compressed_layers(model)
+    replace_(model, {name: layer.to_linear() for name, layer in layers.items()})
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    check_values(model, "compress the model in a wider dtype")
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    check_target(output, False, source, size)
+    with replacement(output, False) as directory:
+        model.save_pretrained(directory)
+        with suppress(CheckpointError):  # it has none
+            load_tokenizer(source).save_pretrained(directory)
+        made_of = {"path": str(source.resolve())}
+        write_manifest(directory, tensor_hashes(directory), Origin("export dense", made_of))
+    return {"output": str(output), "layers": len(layers), "bytes": size}

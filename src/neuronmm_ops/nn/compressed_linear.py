@@ -104,6 +104,10 @@ class CompressedLinear(nn.Module):
         """Return each matrix with its scales."""
         return tuple((getattr(self, n), getattr(self, scale_of(n))) for n in self.MATRICES)
 
+    def to_linear(self) -> nn.Linear:
+        """Return the dense `nn.Linear` of the model's dtype that computes the same."""
+        raise NotImplementedError
+
     def check_values(self, name: str = "") -> None:
         """Check the matrices and scales of a layer of that name; meta values are not looked at.
 

@@ -1,0 +1,65 @@
+"""hf.export_dense: an ordinary checkpoint that computes what the compressed one does."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hf.small import CONFIG, compress
+from tiny import tiny_directory, tiny_ids
+from transformers import AutoModelForCausalLM
+
+from neuronmm_ops import hf
+from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.manifest import verify
+from neuronmm_ops.storages import STORAGES
+
+pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
+ALONE = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="float32")
+torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[3])
+assert not [name for name in sys.modules if name.startswith("neuronmm")]
+"""
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("storage", [None, *STORAGES])
+def test_it_computes_what_the_checkpoint_does(family, storage, tmp_path):
+    source, output = tmp_path / "small", tmp_path / "same"
+    config = replace(CONFIG, storage=storage)
+    compress(tiny_directory(tmp_path / "dense", family), source, config)
+    found = hf.export_dense(source, output)
+    verify(output)
+    compressed = hf.load(source, dtype=torch.float32)
+    same = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+    assert type(same) is type(compressed)
+    assert found["layers"] > 0
+    assert getattr(same.config, "quantization_config", None) is None
+    with torch.no_grad():
+        wanted = compressed(tiny_ids()).logits
+        torch.testing.assert_close(same(tiny_ids()).logits, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_it_loads_without_this_package(tmp_path):
+    compress(tiny_directory(tmp_path / "dense"), tmp_path / "small")
+    hf.export_dense(tmp_path / "small", tmp_path / "same")
+    torch.save(tiny_ids(), tmp_path / "ids")
+    given = [str(tmp_path / name) for name in ("same", "ids", "logits")]
+    subprocess.run([sys.executable, "-c", ALONE, *given], check=True)
+    with torch.no_grad():
+        wanted = hf.load(tmp_path / "small", dtype=torch.float32)(tiny_ids()).logits
+    torch.testing.assert_close(torch.load(tmp_path / "logits"), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_what_is_refused(tmp_path):
+    dense = tiny_directory(tmp_path / "dense")
+    with pytest.raises(CheckpointError, match="is not compressed; copy it as it is"):
+        hf.export_dense(dense, tmp_path / "out")
+    compress(dense, tmp_path / "small")
+    for taken in ("dense", "small"):
+        with pytest.raises(FileExistsError, match="exists"):
+            hf.export_dense(tmp_path / "small", tmp_path / taken)
+    assert not (tmp_path / "out").exists()
