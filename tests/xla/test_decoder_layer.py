@@ -124,6 +124,33 @@ def texts(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     return torch.stack(found)
 
 
+def test_a_compiled_model_has_the_tokens_of_the_unfused_one(device, monkeypatch):
+    """Prompts in a bucket, by the program of docs/trainium.md."""
+    monkeypatch.setenv("NEURONMM_XLA", "composite")
+    model, given = llama(), ([1, 2, 3, 4, 5], [7, 8])
+    wanted = [bucketed(model, model, prompt) for prompt in given]
+    nm.fuse_decoder_(model.to(device), layers=2)
+    step = torch.compile(model, backend="openxla", fullgraph=True, dynamic=False)
+    assert [bucketed(step, model, prompt) for prompt in given] == wanted
+
+
+def bucketed(call: Any, model: LlamaForCausalLM, prompt: list[int]) -> list[int]:
+    """Tokens after a prompt that is padded on the right to 8."""
+    past, device = StaticCache(config=model.config, max_cache_len=24), model.device
+    past.early_initialization(1, 2, 16, model.dtype, device)
+    ids, last = torch.tensor([prompt + [0] * (8 - len(prompt))]), len(prompt) - 1
+    found: list[int] = []
+    for _ in range(6):
+        options = {"past_key_values": past, "logits_to_keep": torch.tensor([last]).to(device)}
+        with torch.no_grad():
+            found.append(int(call(ids.to(device), **options).logits[0, -1].argmax()))
+        if len(found) == 1:
+            for layer in past.layers:
+                layer.cumulative_length.copy_(torch.tensor(len(prompt)))
+        ids, last = torch.tensor([found[-1:]]), 0
+    return found
+
+
 def test_names_and_values_of_weights_stay(device):
     model = llama()
     wanted = {name: value.clone() for name, value in model.state_dict().items()}
