@@ -142,7 +142,8 @@ def called(call: Call, args: Sequence[Tensor | None]) -> Tensor:
     constants = tree_leaves(call.constants)
     assert all(type(value) in (int, bool, str, float) for value in constants)
     record.calls.append(call)
-    if len(flat) != len(args):  # a node takes no lists of lists
+    several = torch.int32 in [t.dtype for t in flat if t is not None]  # it has positions, so caches
+    if len(flat) != len(args) or several:  # a node takes no lists of lists, and returns one tensor
         return run(call.kernel, tuple(args), call.constants).outputs
     return torch.ops.stand_in.kernel(args, len(record.calls) - 1)
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from neuronmm_ops.eval import PerplexityResult, encode_documents, token_perplexity
     from neuronmm_ops.nn import SVDMLP, StoredLinear, SVDLinear, fuse_decoder_, unfuse_
     from neuronmm_ops.ops import (
+        attention,
         decoder_layer,
         last_profile,
         mlp,
@@ -71,6 +72,7 @@ __all__ = [
     "StoredLinear",
     "__version__",
     "aligned_rank",
+    "attention",
     "collect_moments",
     "compress_",
     "decoder_layer",

@@ -71,7 +71,8 @@ def test_every_row_was_predicted_and_every_kernel_is_run(target):
     assert sorted(rows) == sorted({*names, *micro, *profiled})
     assert len(names) == len(set(names))
     phases = {(case.problem.op, rows[case.name].kernel) for case in cases}
-    every = {(op, f"{op}_decode") for op in SPECS}
+    # a chunk of a prompt has no row
+    every = {(op, f"{op}_decode") for op in SPECS if op != "attention"}
     assert phases == every | {(op, op) for op, spec in SPECS.items() if not spec.states}
     for row in rows.values():
         low, high = row.range_us

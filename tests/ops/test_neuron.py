@@ -18,6 +18,8 @@ import torch
 from commands import run
 from decoder_layers import cast
 from decoder_layers import operands as layer_operands
+from kernels.test_attention_chunk import copied
+from kernels.test_attention_chunk import operands as attention_operands
 from operands import (
     ACTIVATIONS,
     OPS,
@@ -279,4 +281,18 @@ def test_layers_of_a_decoder_are_one_launch(machine, offers):
     assert len(record.calls) == 1
     expected = [*nm.decoder_layer(**wanted), *wanted["caches"]]
     for own, each in zip([*found, *given["caches"]], expected, strict=True):
+        torch.testing.assert_close(own, each, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("offers", CALL_MODES)
+def test_a_chunk_of_a_prompt_is_one_launch(machine, offers):
+    machine.nki()
+    machine.torch_neuronx(offers)
+    machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE="trn1")
+    given = attention_operands(torch.float32, 12, [3, 50])
+    wanted = copied(given)
+    found = dispatched("attention", *SPECS["attention"].complete((), given))
+    assert len(record.calls) == 1
+    expected = [nm.attention(**wanted), wanted["key_cache"], wanted["value_cache"]]
+    for own, each in zip([found, given["key_cache"], given["value_cache"]], expected, strict=True):
         torch.testing.assert_close(own, each, rtol=1e-4, atol=1e-4)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from neuroncore.hardware import DEFAULT_TARGET, resolve_target
+from neuronmm_ops.kernels.attention.knobs import held_bytes
 from neuronmm_ops.kernels.attention.units import MOST_NEW, Shape, problem_of
 from neuronmm_ops.kernels.problem import ITEMSIZES
 from neuronmm_ops.kernels.simulated import simulated_kernel
-from neuronmm_ops.kernels.stages.tiling import PARTITIONS, tiles_in
 from neuronmm_ops.plan import MAX_INSTRUCTIONS
 from neuronmm_ops.plan.launches import PlannedKernel, TensorShape
 from neuronmm_ops.plan.tracing import Cost
@@ -118,10 +118,9 @@ def _prefill(shape: Shape, dtype: str, lnc: int, kv_heads: int) -> PlannedKernel
 
 def _launched_heads(shape: Shape, dtype: str, target: str, lnc: int) -> int:
     """The most key heads of one launch: each takes as many instructions as the others."""
-    item, machine = ITEMSIZES[dtype], resolve_target(target)
-    # a head's keys and values stay; this is much quicker than a trace of too many tokens
-    kept = shape.tokens * item + tiles_in(shape.tokens, PARTITIONS) * (shape.head_dim + 1) * item
-    if kept > machine.planned_sbuf_bytes:
+    # this is much quicker than a trace of too many tokens
+    held = held_bytes(shape.tokens, shape.head_dim, ITEMSIZES[dtype])
+    if held > resolve_target(target).planned_sbuf_bytes:
         raise ValueError(_refusal(shape, dtype, target))
     one = _cost(_prefill(shape, dtype, lnc, 1), shape, dtype, target).instructions
     divisors = [n for n in range(1, shape.kv_heads + 1) if shape.kv_heads % n == 0]

@@ -113,8 +113,7 @@ class Problem:
     @property
     def K(self) -> int:  # noqa: N802 - the shape letter
         """Input features: what the first weight contracts, or those of an x that none does."""
-        widths = [shape[-1] for name, shape, _ in self.others if name == "x"]
-        return self.matrices[0][0] if self.matrices else widths[0]
+        return self.matrices[0][0] if self.matrices else self.others[0][1][-1]
 
     @property
     def inputs(self) -> int:

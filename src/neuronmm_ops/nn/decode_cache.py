@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.nn.laid_linear import BY_STRIDES
-from neuronmm_ops.ops.definitions.decoder_layer import has_values
+from neuronmm_ops.ops.definitions.attention import has_values
 
 _KINDS = ("StaticLayer", "StaticSlidingWindowLayer")
 

@@ -16,6 +16,7 @@ _XW = torch.ops.neuronmm.xw.default
 _MLP = torch.ops.neuronmm.mlp.default
 _SVD_MLP = torch.ops.neuronmm.svd_mlp.default
 _SVD_QKV = torch.ops.neuronmm.svd_qkv.default
+_ATTENTION = torch.ops.neuronmm.attention.default
 _DECODER_LAYER = torch.ops.neuronmm.decoder_layer.default
 
 
@@ -39,6 +40,13 @@ def _call(op: Callable[..., Any], *args: Any) -> Any:
     except NotImplementedError:
         _refuse_nested(args)
         raise
+
+
+def _call_changing(op: Any, *args: Any) -> Any:
+    """Call an op with a state, whose first argument is a tensor."""
+    if args[0].device.type == "xla" and not torch.compiler.is_compiling():
+        return CHANGING[op._schema.name.partition("::")[2]](*args)
+    return _call(op, *args)
 
 
 def _refuse_nested(args: tuple[Any, ...]) -> None:
@@ -268,6 +276,56 @@ def svd_qkv(
     )
 
 
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    window: int = 0,
+) -> Tensor:
+    """Causal attention of a chunk of a prompt, with the cache of what is before it, as one op.
+
+    `neuronmm::attention` is one launch for the norms of heads, RoPE, attention to the cache and to
+    the chunk itself, and the writes of its keys and values to the cache. Chunks one after the other
+    are the prompt at once. For inference: there is no gradient.
+
+    Args:
+        query: `[B, M, heads * head_dim]`, before RoPE; bf16, fp16 or fp32 (fp64 on CPU).
+        key: `[B, M, kv_heads * head_dim]`, before RoPE.
+        value: as `key`.
+        cos: of RoPE, `[B, M, head_dim]`, dtype of query.
+        sin: as `cos`.
+        key_cache: `[B, kv_heads, head_dim, T]`, keys after RoPE, finite; changed in place.
+        value_cache: `[B, kv_heads, T, head_dim]`, likewise. A NeuronCore keeps T + M tokens of a
+            head in SBUF: about 32,000 of 128 features in 16 bits.
+        positions: int32 `[B]`, where the first token of each sequence's chunk is written: tokens
+            of the cache before it are seen.
+        query_norm: `[head_dim]`, of an RMSNorm of query heads before RoPE; None for none.
+        key_norm: of key heads; both or none.
+        eps: of the norms.
+        window: tokens that a query sees, its own included; 0 for all.
+
+    Returns:
+        `[B, M, heads * head_dim]`, dtype of query. Scores and sums are accumulated in fp32.
+
+    Raises:
+        ValueError: shapes do not fit, a token's place is outside a cache (checked where positions
+            are on a CPU).
+        TypeError: dtypes or devices differ, or the dtype is not supported.
+    """
+    caches = key_cache, value_cache
+    norms = query_norm, key_norm
+    args = (query, key, value, cos, sin, *caches, positions, *norms, eps, window)
+    return _call_changing(_ATTENTION, *args)
+
+
 def decoder_layer(
     x: Tensor,
     residual: Tensor | None,
@@ -321,6 +379,4 @@ def decoder_layer(
     """
     lists = [list(each) for each in (norms, caches, matrices, biases, scales)]
     args = (x, residual, cos, sin, positions, *lists, activation, eps, window)
-    if x.device.type == "xla" and not torch.compiler.is_compiling():
-        return CHANGING["decoder_layer"](*args)
-    return _call(_DECODER_LAYER, *args)
+    return _call_changing(_DECODER_LAYER, *args)

@@ -99,7 +99,8 @@ def best_candidate(problem: Problem, stages: tuple[Plan, ...] = ()) -> tuple[Can
         if not candidates or problem.M > DECODED_TOKENS or small:
             candidates += _candidates(problem, phase, stages)
     if not candidates:
-        raise ValueError(f"no plan of {problem} fits SBUF on {problem.target}; split K or N")
+        remedy = "split K or N" if problem.matrices else "take fewer tokens, or a shorter T"
+        raise ValueError(f"no plan of {problem} fits SBUF on {problem.target}; {remedy}")
     return _chosen(candidates)
 
 
@@ -114,6 +115,8 @@ def _candidates(problem: Problem, phase: str, stages: tuple[Plan, ...]) -> list[
     """Candidates that fit, with what they cost for all tokens."""
     halves = 1 + (problem.weight_elements > MANY_WEIGHTS)
     tokens = min(problem.M, problem.lnc * DESCENT_TOKENS // halves)
+    if not problem.matrices:  # of which sequence a token is, a part of them does not say
+        tokens = problem.M
     ends = weighed(problem)
     part = replace(problem, M=tokens)
     weighed_ends = ends if part == problem else ()

@@ -48,6 +48,7 @@ class Keys(nl.NKIObject):
         self.key_hbm = key_hbm
         self.value_hbm = value_hbm
         self.head_dim = key_hbm.shape[0]
+        self.tokens = key_hbm.shape[1]
         self.ones = ONES
         self.joined = self.head_dim % QUADRANT == 0 and self.head_dim < PARTITIONS
         self.rows = self.head_dim + 1 if self.joined else self.head_dim

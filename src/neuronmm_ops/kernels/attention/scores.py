@@ -95,7 +95,7 @@ class Scores(nl.NKIObject):
         lanes, width = self.new.lanes, block.width
         partitions = block.groups * lanes
         tiles_sb = self.load(block)
-        seen = Seen(visible, block)
+        seen = Seen(visible.begin(block), visible.end(block))
         scores_sb = nl.ndarray((self.partitions, block.rows, width), dtype=nl.float32)
         banks = spans(0, block.rows, BANK_COLUMNS // width)
         number = len(self.scores_sb)

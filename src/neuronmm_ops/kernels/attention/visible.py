@@ -114,19 +114,19 @@ class Visible(nl.NKIObject):
 
 
 class Seen(nl.NKIObject):
-    """The scores of a block that are seen; the others are the lowest.
+    """The scores that are seen, of each partition from one number to another; others are lowest.
 
     Args:
-        visible: of the sequence.
-        block: of tokens.
+        begin_sb: [128, 1], fp32, the first number.
+        end_sb: [128, 1], the one after the last.
     """
 
-    def __init__(self, visible: Visible, block: CacheBlock) -> None:
-        self.begin_sb = visible.begin(block)
-        self.end_sb = visible.end(block)
+    def __init__(self, begin_sb: NkiTensor, end_sb: NkiTensor) -> None:
+        self.begin_sb = begin_sb
+        self.end_sb = end_sb
 
     def copy(self, dst_sb: NkiTensor, scores: NkiTensor, first: int, most_sb: NkiTensor) -> None:
-        """Copy scores [partitions, ...], the first of which is a block's score `first`.
+        """Copy scores [partitions, ...], the first of which has number `first`.
 
         Args:
             dst_sb: in fp32.

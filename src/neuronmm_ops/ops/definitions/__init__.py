@@ -4,6 +4,6 @@ from importlib import import_module
 
 from neuronmm_ops.ops.spec import OpSpec
 
-_PAGES = ("xuv", "xw", "mlp", "svd_mlp", "svd_qkv", "decoder_layer")
+_PAGES = ("xuv", "xw", "mlp", "svd_mlp", "svd_qkv", "attention", "decoder_layer")
 SPECS: dict[str, OpSpec] = {name: import_module(f"{__name__}.{name}").SPEC for name in _PAGES}
 """Every op by its name."""

@@ -6,6 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from neuronmm_ops.ops.definitions.attention import (
+    RopeAndPlaces,
+    attended,
+    inverse_root,
+    problem_of_heads,
+    problem_of_places,
+    step_of,
+)
 from neuronmm_ops.ops.gating import ACTIVATIONS, gated
 from neuronmm_ops.ops.layered import LayeredSpec
 from neuronmm_ops.ops.products import affine, batched, flat
@@ -51,16 +59,6 @@ class LayerOperands(NamedTuple):
     keys: Tensor
     values: Tensor
     linears: dict[str, LinearOperands]
-
-
-class RopeAndPlaces(NamedTuple):
-    """What all layers share: RoPE's tables [B, M, 1, d], the tokens' places [B, M], and options."""
-
-    cos: Tensor
-    sin: Tensor
-    places: Tensor
-    eps: float
-    window: int
 
 
 def layers_of(
@@ -118,10 +116,7 @@ def reference(
     tensors = (x, residual, cos, sin, positions, norms, caches, matrices, biases, scales)
     SPEC.check(*tensors, activation, eps, window, compute)
     layers = layers_of(norms, caches, matrices, biases, scales)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = [table.to(wide).unsqueeze(2) for table in (cos, sin)]
-    places = positions.unsqueeze(1) + torch.arange(x.shape[1], device=x.device)
-    step = RopeAndPlaces(cos, sin, places, eps, window)
+    step = step_of(x, cos, sin, positions, eps, window)
     added, stream = x, residual
     for layer in layers:
         stream = added if stream is None else added + stream
@@ -133,27 +128,10 @@ def reference(
 
 def _attention(layer: LayerOperands, x: Tensor, step: RopeAndPlaces) -> Tensor:
     """What attention adds for normed tokens x [B, M, H]; their keys and values join the caches."""
-    (B, kv, d, T), M, dtype = layer.keys.shape, x.shape[1], x.dtype
-    linears, norms = layer.linears, layer.norms
-    query, key, value = [linears[name](x).unflatten(-1, (-1, d)) for name in LINEARS[:3]]
-    query, key = _rotated(query, norms[2], step), _rotated(key, norms[3], step)
-    sequences = torch.arange(B, device=x.device).unsqueeze(1)
-    layer.keys.permute(0, 3, 1, 2).index_put_((sequences, step.places), key)
-    layer.values.transpose(1, 2).index_put_((sequences, step.places), value)
-
-    wide = step.cos.dtype
-    grouped = query.unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4)  # [B, kv, group, M, d]
-    scores = grouped.flatten(2, 3).to(wide) @ layer.keys.to(wide) * d**-0.5
-    token, last = torch.arange(T, device=x.device), step.places.unsqueeze(-1)
-    hidden = token > last
-    if step.window:
-        hidden = hidden | (token <= last - step.window)
-    scores = scores.unflatten(2, (-1, M)).masked_fill(hidden[:, None, None], -torch.inf)
-    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-    total = weights.sum(-1, keepdim=True)
-    mixed = weights.flatten(2, 3).to(dtype).to(wide) @ layer.values.to(wide)
-    mixed = (mixed.unflatten(2, (-1, M)) / total).to(dtype)
-    return linears["output"](mixed.permute(0, 3, 1, 2, 4).flatten(2))
+    linears, norms, d = layer.linears, layer.norms, layer.keys.shape[2]
+    heads = [linears[name](x).unflatten(-1, (-1, d)) for name in LINEARS[:3]]
+    mixed = attended(heads, (norms[2], norms[3]), (layer.keys, layer.values), step)
+    return linears["output"](mixed)
 
 
 def _mlp(layer: LayerOperands, x: Tensor, activation: str) -> Tensor:
@@ -165,25 +143,11 @@ def _mlp(layer: LayerOperands, x: Tensor, activation: str) -> Tensor:
     return batched(affine(down.low(hidden), down.v, None, down.v_scale), x)
 
 
-def _inverse(wide: Tensor, eps: float) -> Tensor:
-    """1 / the root mean square of the last dimension."""
-    return torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-
-
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMSNorm of x [..., H], which is rounded before and after it is multiplied by the weight."""
     assert weight is not None  # checked
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * _inverse(wide, eps)).to(x.dtype) * weight
-
-
-def _rotated(heads: Tensor, weight: Tensor | None, step: RopeAndPlaces) -> Tensor:
-    """RMSNorm, if any, and RoPE of heads [B, M, heads, d], rounded once."""
-    wide = heads.to(step.cos.dtype)
-    if weight is not None:
-        wide = wide * _inverse(wide, step.eps) * weight.to(wide.dtype)
-    first, second = wide.chunk(2, -1)
-    return (wide * step.cos + torch.cat([-second, first], -1) * step.sin).to(heads.dtype)
+    return (wide * inverse_root(wide, eps)).to(x.dtype) * weight
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -212,41 +176,20 @@ def rule(
     assert isinstance(window, int)
     if x.dim() != 3:
         raise _refused(f"x must have shape [B, M, H], got {list(x.shape)}; reshape it")
-    if window < 0:
-        raise _refused(f"window must be 0, for all tokens, or more; got {window}")
     layers, (B, M, H) = layers_of(norms, caches, matrices, biases, scales), x.shape
-    if len(positions) != B:
-        got = f"{len(positions)} for a batch of {B}"
-        raise _refused(f"positions must have one place a sequence; got {got}")
     for number, layer in enumerate(layers):
         _check_layer(f"layer {number}: ", layer, H)
     room = min(layer.keys.shape[3] for layer in layers)
-    if room < M:
-        raise _refused(f"caches must have room for {M} new tokens, got T = {room}; make T larger")
-    if has_values(positions):
-        places = positions.tolist()
-        if places and not (min(places) >= 0 and max(places) <= room - M):
-            raise _refused(
-                f"positions must be in 0..T - M = {room - M}, got {places}; make the caches larger"
-            )
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Say whether a tensor's values can be read at once: on a CPU, not in a trace."""
-    return tensor.is_cpu and type(tensor) is Tensor and not torch.compiler.is_compiling()
+    if why := problem_of_places(positions, B, M, room, window):
+        raise _refused(why)
 
 
 def _check_layer(where: str, layer: LayerOperands, H: int) -> None:
     """Refuse heads that do not fit caches, and Linears that do not fit each other."""
     (_, kv, d, _), linears = layer.keys.shape, layer.linears
     width, inner = linears["query"].features[1], linears["gate"].features[1]
-    if width % (kv * d):
-        raise _refused(
-            f"{where}query heads must be a multiple of kv heads, got {width} features for {kv} kv "
-            f"heads of {d}"
-        )
-    if (layer.norms[2] is None) != (layer.norms[3] is None):
-        raise _refused(f"{where}norms of query and key heads come together; pass both, or None")
+    if why := problem_of_heads(width, kv, d, (layer.norms[2], layer.norms[3])):
+        raise _refused(f"{where}{why}")
     sizes = (H, width), (H, kv * d), (H, kv * d), (width, H), (H, inner), (H, inner), (inner, H)
     for linear, size in zip(linears.values(), sizes, strict=True):
         K, N = linear.features
