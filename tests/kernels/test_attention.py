@@ -10,6 +10,7 @@ from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 import neuroncore as nc
+from neuronmm_ops.kernels.attention import decode, units
 from neuronmm_ops.kernels.attention.decode import attention_decode
 from neuronmm_ops.kernels.attention.prefill import attention
 from neuronmm_ops.kernels.rope.prefill import rope
@@ -73,6 +74,23 @@ def test_decode_at_the_edges_of_a_bucket(target, M):
     """One launch of a bucket serves every length."""
     positions = [0, 1, 127, 128, 129, 511, 640 - M - 1, 640 - M]
     check_decode((4, 2, 64, 640), (target, 1), torch.bfloat16, positions, M)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    data=st.data(), heads=st.sampled_from([(1, 1), (4, 1), (15, 5)]), d=head_dims, launch=CORES,
+    T=st.sampled_from([129, 512, 2177, 4500]), window=st.sampled_from([0, 100]),
+    scores=st.sampled_from([1, 600]), dtype=st.sampled_from(DTYPES),
+)  # fmt: skip
+def test_parts_of_a_cache_become_one(data, heads, d, launch, T, window, scores, dtype):
+    """Few scores at a time make many parts; two cores share the tokens of one key head."""
+    M = data.draw(st.integers(1, min(8, 127 * heads[1] // heads[0])))
+    edges = st.sampled_from([0, min(127, T - M), T // 2 - M, T // 2, T - M])
+    positions = data.draw(st.lists(edges, min_size=1, max_size=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "SCORES", scores)
+        patch.setattr(units, "SHARED_TOKENS", 1)
+        check_decode((*heads, d, T), launch, dtype, positions, M, window, scale=4.0)
 
 
 def test_a_batch_of_sixteen_sequences():

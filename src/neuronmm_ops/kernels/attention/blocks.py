@@ -9,7 +9,7 @@ transposed and nothing is rescaled: sums stay in PSUM from the first key to the 
 from __future__ import annotations
 
 from neuronmm_ops.kernels.attention.earlier import Earlier
-from neuronmm_ops.kernels.attention.keys import Keys, Masks
+from neuronmm_ops.kernels.attention.keys import Keys, Masks, mode_of
 from neuronmm_ops.kernels.attention.visible import Seen
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.facts import transposed_dtype
@@ -303,11 +303,6 @@ class Block(nl.NKIObject):
         self.divide()
         if self.head + 1 == self.queries.q_hbm.shape[0]:
             self.queries.store()
-
-
-def mode_of(hbm: NkiTensor) -> nisa.dge_mode:
-    """Static descriptors, unless the place is known on the device only."""
-    return nisa.dge_mode.unknown if hbm.is_indirect() else nisa.dge_mode.none
 
 
 def run_blocks(blocks: list[Block], scale: float) -> None:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from neuronmm_ops.kernels.attention.heads import HeadNorm, NewHeads, NewTokens, Rotation
-from neuronmm_ops.kernels.attention.mixture import Mixture, Rescaling
+from neuronmm_ops.kernels.attention.mixture import Rescaling
+from neuronmm_ops.kernels.attention.parts import UnitOutput, meet
 from neuronmm_ops.kernels.attention.scores import Scores
-from neuronmm_ops.kernels.attention.units import Shape, Unit, cache_blocks, decode_units
-from neuronmm_ops.kernels.attention.visible import Lanes, Positions, Visible
+from neuronmm_ops.kernels.attention.units import (
+    BLOCK_TILES,
+    SCORES,
+    Shape,
+    Unit,
+    cache_blocks,
+    decode_units,
+    halves,
+    parts_of,
+    shares_tokens,
+)
+from neuronmm_ops.kernels.attention.visible import Lanes, Positions, Reach, Visible
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, tiles_in
@@ -19,9 +30,10 @@ class Caches(nl.NKIObject):
         k_cache: [batch, kv_heads, head_dim, T].
         v_cache: [batch, kv_heads, T, head_dim].
         unit: which heads.
+        reach: the tokens of the cache that are read.
     """
 
-    def __init__(self, k_cache: NkiTensor, v_cache: NkiTensor, unit: Unit) -> None:
+    def __init__(self, k_cache: NkiTensor, v_cache: NkiTensor, unit: Unit, reach: Reach) -> None:
         B, kv, d, T = k_cache.shape
         n = unit.keys.size
         self.first = unit.sequence * kv + unit.keys.start
@@ -29,11 +41,26 @@ class Caches(nl.NKIObject):
         self.all_values = v_cache.reshape((B * kv, T, d))
         self.keys = self.all_keys[nl.ds(self.first * d, n * d), :]
         self.values = self.all_values[nl.ds(self.first, n), :, :]
+        self.tokens = T
+        for starts_sb in reach.starts_sb:
+            start, size = starts_sb[0:1, nl.ds(unit.sequence, 1)], reach.tokens
+            self.keys = self.all_keys.ap(
+                [[T, n * d], [1, size]],
+                self.first * d * T,
+                scalar_offset=start,
+                indirect_dim=1,
+            )
+            self.values = self.all_values.ap(
+                [[T * d, n], [d, size], [1, d]],
+                self.first * T * d,
+                scalar_offset=start,
+                indirect_dim=1,
+            )
 
-    def store(self, new: NewTokens, visible: Visible) -> None:
-        """Write the new tokens to their places, which are known at run time alone."""
-        place, M = visible.place_sb, new.shape.new
-        n, T, d = self.values.shape
+    def store_keys(self, new: NewTokens, place: NkiTensor) -> None:
+        """Write the new keys to their places, which are known at run time alone."""
+        M = new.shape.new
+        (n, _, d), T = self.values.shape, self.tokens
         full = n // new.stacked  # tiles of keys that have all of their heads
         for s in (Span(0, full), Span(full, tiles_in(n, new.stacked) - full)):
             if s.size > 0:
@@ -45,6 +72,11 @@ class Caches(nl.NKIObject):
                     indirect_dim=1,
                 )
                 nisa.dma_copy(keys_hbm, new.keys_sb[0:rows, nl.ds(s.start, s.size), :])
+
+    def store_values(self, new: NewTokens, place: NkiTensor) -> None:
+        """Write the new values."""
+        M = new.shape.new
+        (n, _, d), T = self.values.shape, self.tokens
         values_hbm = self.all_values.ap(
             [[d, M], [T * d, n], [1, d]],
             self.first * T * d,
@@ -104,7 +136,7 @@ def attention_decode(
         q_weight: [head_dim], an RMSNorm of each query head before RoPE, or None.
         k_weight: [head_dim] of each key head; both or none.
         eps: of the norm.
-        window: tokens that a query sees, its own included; 0 for all.
+        window: tokens that a query sees, its own included; 0 for all. No more of a cache is read.
 
     Returns:
         out [batch * M, heads * head_dim] in shared HBM, dtype of qkv, and the two caches.
@@ -113,7 +145,10 @@ def attention_decode(
         T is a compile-time size: serving stacks compile a few, and round up to the next. RoPE is
         Llama's, which rotates the two halves of a head. What is written is not read back. Scores,
         their maximum and sums are fp32; probabilities are rounded to the dtype of the cache. Two
-        cores share the key heads, or the sequences where there is one key head.
+        cores share the key heads, the sequences where there is one key head, or the tokens of one
+        key head of one sequence from `SHARED_TOKENS` on, each half relative to its own maximum;
+        they exchange their sums once. So are parts of a cache joined, each of `SCORES` scores of a
+        partition.
 
         The key cache is transposed because the simulated clock says so: at T = 2048 and 8 key heads
         of 64 on trn2 its keys are in SBUF after 8.6 us. Natural keys take 9.2 to 14.3 us by DMA
@@ -152,48 +187,53 @@ def attend(
     window: int,
 ) -> None:
     """This core's columns of the output, or its sequences; the other arguments as those above."""
-    T, M = shape.tokens, shape.new
-    units = decode_units(shape, nl.program_id(0), nl.num_programs(0))
+    core, cores = nl.program_id(0), nl.num_programs(0)
+    is_shared, reach = shares_tokens(shape, window, cores), Reach(positions, shape.tokens, window)
+    tokens = Span(0, reach.tokens)
+    if is_shared:
+        tokens = halves(reach.tokens, BLOCK_TILES * PARTITIONS, core, cores)
+    units = decode_units(shape, window, core, cores)
     lanes: list[Lanes] = []
     joins: list[Rescaling] = []
     made: list[NewTokens] = []
     seen: list[Visible] = []
-    scored: list[Scores] = []
-    for u in range(len(units) + 1):
-        if u == len(made) and u < len(units):
-            sequence = units[u].sequence
+    scored: list[Scores] = []  # the part whose values come next
+    waiting: list[UnitOutput] = []
+    for u in range(len(units)):
+        if u == len(made):
             made.extend(new_tokens(qkv, shape, units, u, rotation))
             if u == 0:
                 lanes.append(Lanes(shape, made[0].lanes))
-            visible = Visible(lanes[0], positions, sequence, window)
+            visible = Visible(lanes[0], positions, reach, units[u].sequence, window)
             for _ in range(len(made) - u):
                 seen.append(visible)
-        if u < len(units):
-            keys = Caches(k_cache, v_cache, units[u]).keys
-            scores = Scores(made[u], keys, cache_blocks(T, made[u].groups, M))
-            for cache_block in scores.blocks:
+        caches = Caches(k_cache, v_cache, units[u], reach)
+        blocks = cache_blocks(tokens, made[u].groups, 0 if tokens.start > 0 else shape.new)
+        parts = parts_of(blocks, SCORES)
+        output = UnitOutput(made[u], out_hbm, caches.values, len(parts), is_shared)
+        for part in parts:
+            scores = Scores(made[u], caches.keys, part)
+            for cache_block in part:
                 scores.add(cache_block, seen[u])
             scores.finish()
-            scored.append(scores)
-        if u == 0 and len(units) > 0:
-            dtype = nl.float32 if qkv.dtype == nl.float32 else nl.tfloat32
-            joins.append(Rescaling(same_lanes(made[0].lanes), dtype))
-        if u > 0:  # while the keys of the next unit come
-            caches = Caches(k_cache, v_cache, units[u - 1])
-            mix(out_hbm, scored[u - 1], caches, joins[0])
+            if len(joins) == 0:
+                dtype = nl.float32 if qkv.dtype == nl.float32 else nl.tfloat32
+                joins.append(Rescaling(same_lanes(made[0].lanes), dtype))
+            if len(scored) > 0:  # while the keys of this part come
+                waiting[0].add(scored[0], joins[0])
+            scored = [scores]
+            waiting = [output]
+    if len(units) > 0:
+        waiting[0].add(scored[0], joins[0])
+    if is_shared:
+        meet(k_cache)  # the other core has read what is written now
+        meet(v_cache)
     for u in range(len(units)):
-        Caches(k_cache, v_cache, units[u]).store(made[u], seen[u])
-
-
-def mix(out_hbm: NkiTensor, scores: Scores, caches: Caches, sums: Rescaling) -> None:
-    """The output of a unit."""
-    new = scores.new
-    mixture = Mixture(new, caches.values, scores)
-    mixture.run(sums)
-    first, M = new.unit.keys.start * new.shape.group * new.head_dim, new.shape.new
-    columns = nl.ds(first, new.keys * new.shape.group * new.head_dim)
-    rows_hbm = out_hbm[nl.ds(new.unit.sequence * M, M), columns]
-    mixture.store(rows_hbm.reshape_dim(1, (new.keys * new.shape.group, new.head_dim)), sums)
+        caches = Caches(k_cache, v_cache, units[u], reach)
+        if core == 0 or not is_shared:
+            caches.store_keys(made[u], seen[u].place_sb)
+        if core == 1 or not is_shared:
+            caches.store_values(made[u], seen[u].place_sb)
 
 
 def new_tokens(

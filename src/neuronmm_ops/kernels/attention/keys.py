@@ -14,6 +14,11 @@ MASK = 32768.0
 """Its square is what a score of a later key loses."""
 
 
+def mode_of(hbm: NkiTensor) -> nisa.dge_mode:
+    """Static descriptors, unless the place is known on the device only."""
+    return nisa.dge_mode.unknown if hbm.is_indirect() else nisa.dge_mode.none
+
+
 class Masks(nl.NKIObject):
     """What is added to scores of a tile on the diagonal, as a product of two tiles [128, 128].
 
@@ -65,7 +70,7 @@ class Keys(nl.NKIObject):
         for c in range(len(self.keys_sb), chunk + 1):
             start = c * CHUNK
             size = min(CHUNK, T - start)
-            mode = nisa.dge_mode.unknown if self.key_hbm.is_indirect() else nisa.dge_mode.none
+            mode = mode_of(self.key_hbm)
             keys_sb = nl.ndarray((self.rows, size), dtype=dtype)
             if self.joined:
                 nisa.memset(keys_sb[d : d + 1, :], ONES, engine=nisa.gpsimd_engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from neuronmm_ops.kernels.attention.heads import NewTokens
+from neuronmm_ops.kernels.attention.keys import mode_of
 from neuronmm_ops.kernels.attention.scores import LOAD_BYTES, Scores, lay
 from neuronmm_ops.kernels.attention.units import CacheBlock
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
@@ -22,18 +23,24 @@ class Rescaling(nl.NKIObject):
         self.same_sb = same_sb
         self.dtype = dtype
 
-    def factors(self, scores: Scores) -> NkiTensor:
-        """exp(maximum - greatest maximum of the groups) of each partition, [partitions, 1]."""
+    def least(self, scores: Scores) -> NkiTensor:
+        """The least of the groups' negated maxima, [lanes, 1]."""
         lanes, groups = scores.new.lanes, scores.groups
-        least_sb = nl.ndarray((lanes, 1), dtype=nl.float32)
         first_sb = scores.least_sb[0:lanes, :]
+        if groups == 1:
+            return first_sb
+        least_sb = nl.ndarray((lanes, 1), dtype=nl.float32)
         for c in range(1, groups):
             before_sb = first_sb if c == 1 else least_sb
             own_sb = scores.least_sb[nl.ds(c * lanes, lanes), :]
             nisa.tensor_tensor(least_sb, before_sb, own_sb, nl.minimum)
+        return least_sb
+
+    def factors(self, scores: Scores, least_sb: NkiTensor) -> NkiTensor:
+        """exp(maximum - greatest maximum of the groups) of each partition, [partitions, 1]."""
         spread_sb = nl.ndarray((scores.partitions, 1), dtype=nl.float32)
-        for c in range(groups):
-            nisa.tensor_copy(spread_sb[nl.ds(c * lanes, lanes), :], least_sb)
+        for c in range(scores.groups):
+            nisa.tensor_copy(spread_sb[nl.ds(c * scores.new.lanes, scores.new.lanes), :], least_sb)
         factors_sb = nl.ndarray((scores.partitions, 1), dtype=nl.float32)
         nisa.activation(factors_sb, nl.exp, scores.least_sb, scale=-1.0, bias=spread_sb)
         return factors_sb
@@ -55,7 +62,8 @@ class ValueLoad(nl.NKIObject):
 class Mixture(nl.NKIObject):
     """Sums of values times probabilities in PSUM: [partitions, heads, head_dim], a bank each.
 
-    Of a partition only the columns of its head's own key are of use.
+    `run` and then `join` make the sums of all groups, before they are divided. Of a partition only
+    the columns of its head's own key are of use.
 
     Args:
         new: of the unit.
@@ -89,7 +97,7 @@ class Mixture(nl.NKIObject):
         return found
 
     def run(self, sums: Rescaling) -> None:
-        """Add all blocks, and make what `store` needs.
+        """Add all blocks, and make what `join` needs, and `inverse_sb`.
 
         A block's probabilities are transposed while the values of the one before it are added.
         """
@@ -138,7 +146,7 @@ class Mixture(nl.NKIObject):
         else:
             own_hbm = self.values[own, nl.ds(block.start, block.size), :]
             own_hbm = own_hbm.reshape_dim(1, (block.rows, block.tiles)).permute((1, 0, 2, 3))
-        nisa.dma_copy(values_sb, own_hbm, dge_mode=nisa.dge_mode.none)
+        nisa.dma_copy(values_sb, own_hbm, dge_mode=mode_of(own_hbm))
         return values_sb
 
     def prepare(self, sums: Rescaling) -> None:
@@ -150,8 +158,9 @@ class Mixture(nl.NKIObject):
         nisa.memset(self.own_sb, 0.0, engine=nisa.gpsimd_engine)
         diagonal = self.own_sb.reshape((P, n, lanes + g))[:, :, 0:g]
         self.lanes_sb = nl.ndarray((P, lanes), dtype=nl.float32)
+        self.least_sb = sums.least(scores)
         if scores.groups > 1:
-            factors_sb = sums.factors(scores)
+            factors_sb = sums.factors(scores, self.least_sb)
             nisa.tensor_scalar(self.lanes_sb, same_sb, nl.multiply, factors_sb)
         else:
             nisa.tensor_copy(self.lanes_sb, same_sb)
@@ -160,19 +169,18 @@ class Mixture(nl.NKIObject):
         nisa.tensor_reduce(self.total_sb, nl.add, scores.sums_sb, axis=1)
 
     def add_up(self) -> None:
-        """1 / the sums of probabilities of all groups, [queries, 1] in `inverse_sb`."""
+        """The sums of probabilities of all groups, [queries, 1], in PSUM and `inverse_sb` of it."""
         queries = self.new.queries
-        total_psum = nl.ndarray((queries, 1), nl.float32, buffer=nl.psum)
+        self.sum_psum = nl.ndarray((queries, 1), nl.float32, buffer=nl.psum)
         own_sb = self.lanes_sb[:, 0:queries]
-        nisa.nc_matmul(total_psum, own_sb, self.total_sb, accumulate=False)
+        nisa.nc_matmul(self.sum_psum, own_sb, self.total_sb, accumulate=False)
         self.inverse_sb = nl.ndarray((queries, 1), dtype=nl.float32)
-        nisa.reciprocal(self.inverse_sb, total_psum)
+        nisa.reciprocal(self.inverse_sb, self.sum_psum)
 
-    def store(self, out_hbm: NkiTensor, sums: Rescaling) -> None:
-        """out [new, keys * group, head_dim] = the sums of all groups / the sum of probabilities."""
+    def join(self, sums: Rescaling) -> NkiTensor:
+        """The sums of all groups [queries, head_dim], in PSUM."""
         new, P = self.new, self.scores.partitions
-        d = new.head_dim
-        out_psum = nl.ndarray((new.queries, d), nl.float32, buffer=nl.psum)
+        out_psum = nl.ndarray((new.queries, new.head_dim), nl.float32, buffer=nl.psum)
         for n in range(len(self.banks_psum)):
             size = self.banks_psum[n].shape[1]
             mixed_sb = nl.ndarray(self.banks_psum[n].shape, dtype=sums.dtype)
@@ -184,7 +192,4 @@ class Mixture(nl.NKIObject):
                 number = n * self.each + i
                 chosen = self.own_sb[0:P, nl.ds(number * new.lanes, new.queries)]
                 nisa.nc_matmul(out_psum, chosen, mixed_sb[:, i, :], accumulate=number > 0)
-        out_sb = nl.ndarray((new.queries, d), dtype=out_hbm.dtype)
-        nisa.tensor_scalar(out_sb, out_psum, nl.multiply, self.inverse_sb)
-        heads_hbm = out_hbm.reshape_dim(1, (new.keys, new.shape.group)).permute((1, 0, 2, 3))
-        nisa.dma_copy(heads_hbm, out_sb, dge_mode=nisa.dge_mode.none)
+        return out_psum

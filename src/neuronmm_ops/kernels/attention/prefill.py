@@ -5,6 +5,7 @@ from __future__ import annotations
 from neuronmm_ops.kernels.attention.blocks import Block, Queries, run_blocks
 from neuronmm_ops.kernels.attention.earlier import Bounds, Earlier
 from neuronmm_ops.kernels.attention.keys import Keys, Masks
+from neuronmm_ops.kernels.attention.parts import meet
 from neuronmm_ops.kernels.attention.units import QUERY_BLOCK, Shape, prefill_groups
 from neuronmm_ops.kernels.attention.visible import Positions
 from neuronmm_ops.kernels.front_end import is_none
@@ -163,12 +164,6 @@ def attention_chunk(
     if nl.program_id(0) + 1 == nl.num_programs(0):
         write_values(value_cache, value, places)
     return out_hbm, key_cache, value_cache
-
-
-def meet(hbm: NkiTensor) -> None:
-    """Wait until both cores have come here."""
-    if nl.num_programs(0) > 1:
-        nisa.core_barrier(hbm, (0, 1))
 
 
 def write_keys(key_cache: NkiTensor, keys: NkiTensor, positions: Positions) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from neuronmm_ops.kernels.attention.heads import NewTokens
+from neuronmm_ops.kernels.attention.keys import mode_of
 from neuronmm_ops.kernels.attention.units import CacheBlock
 from neuronmm_ops.kernels.attention.visible import LOWEST, Seen, Visible
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
@@ -79,14 +80,14 @@ class Scores(nl.NKIObject):
             tile_sb = nl.ndarray((rows, s.size, block.size), dtype=self.keys.dtype)
             tile_hbm = columns_hbm[nl.ds(s.start * rows, s.size * rows), :]
             tile_hbm = tile_hbm.reshape_dim(0, (s.size, rows)).permute((1, 0, 2))
-            nisa.dma_copy(tile_sb, tile_hbm, dge_mode=nisa.dge_mode.none)
+            nisa.dma_copy(tile_sb, tile_hbm, dge_mode=mode_of(tile_hbm))
             for i in range(s.size):
                 found.append(tile_sb[:, i, :].reshape_dim(1, shape))
         rest = self.keys.shape[0] - full * rows
         if rest > 0:
             tile_sb = nl.ndarray((rest, block.size), dtype=self.keys.dtype)
             tile_hbm = columns_hbm[nl.ds(full * rows, rest), :]
-            nisa.dma_copy(tile_sb, tile_hbm, dge_mode=nisa.dge_mode.none)
+            nisa.dma_copy(tile_sb, tile_hbm, dge_mode=mode_of(tile_hbm))
             found.append(tile_sb.reshape_dim(1, shape))
         return found
 

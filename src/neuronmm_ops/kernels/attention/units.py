@@ -76,6 +76,11 @@ UNIT_COLUMNS = 1024
 """Features of the values of a unit, at most, where it has more than one key: two PSUM banks."""
 BLOCK_TILES = 16
 """Tiles of 128 tokens in a block of the cache."""
+SCORES = 16 * 1024
+"""Scores of a partition that decode has at a time: of longer caches parts are joined."""
+SHARED_TOKENS = 8192
+"""From which on two cores share the tokens of one key head: 16 us for 17 on trn2, 31 for 50 at
+32,768; at 4,096 the exchange makes it 14 for 13 (modelled)."""
 
 
 def most_keys(queries: int, stacked: int, head_dim: int) -> int:
@@ -113,13 +118,15 @@ class CacheBlock(NKIObject):
         self.new = new
 
 
-def cache_blocks(tokens: int, groups: int, new: int) -> list[CacheBlock]:
-    """The new tokens, those of a cache that fill no tile, and blocks that groups share."""
-    whole = tokens // PARTITIONS * PARTITIONS
-    found: list[CacheBlock] = [CacheBlock(0, new, 1, True)]
-    if whole < tokens:
-        found.append(CacheBlock(whole, tokens - whole, 1, False))
-    for s in spans(0, whole, BLOCK_TILES * PARTITIONS):
+def cache_blocks(tokens: Span, groups: int, new: int) -> list[CacheBlock]:
+    """The new tokens, if any, those of a cache that fill no tile, and blocks that groups share."""
+    whole = tokens.size // PARTITIONS * PARTITIONS
+    found: list[CacheBlock] = []
+    if new > 0:
+        found.append(CacheBlock(0, new, 1, True))
+    if whole < tokens.size:
+        found.append(CacheBlock(tokens.start + whole, tokens.size - whole, 1, False))
+    for s in spans(tokens.start, whole, BLOCK_TILES * PARTITIONS):
         shared = s.size // (groups * PARTITIONS) * groups * PARTITIONS
         if shared > 0:
             found.append(CacheBlock(s.start, shared, groups, False))
@@ -128,9 +135,38 @@ def cache_blocks(tokens: int, groups: int, new: int) -> list[CacheBlock]:
     return found
 
 
-def decode_units(shape: Shape, core: int, cores: int) -> list[Unit]:
+def parts_of(blocks: list[CacheBlock], most: int) -> list[list[CacheBlock]]:
+    """Blocks in parts, each of at most so many scores of a partition, or of one block."""
+    found: list[list[CacheBlock]] = []
+    held = 0
+    for block in blocks:
+        size = block.rows * block.width
+        if len(found) == 0 or held + size > most:
+            found.append([])
+            held = 0
+        found[len(found) - 1].append(block)
+        held += size
+    return found
+
+
+def reached(tokens: int, window: int) -> int:
+    """Tokens of a cache that are read: those that a window may have before its first query."""
+    if window == 0:
+        return tokens
+    return min(tokens, max(1, tiles_in(window - 1, PARTITIONS)) * PARTITIONS)
+
+
+def shares_tokens(shape: Shape, window: int, cores: int) -> bool:
+    """Whether two cores share the tokens of a cache, of one key head of one sequence."""
+    is_one = shape.batch * shape.kv_heads == 1
+    return cores > 1 and is_one and reached(shape.tokens, window) >= SHARED_TOKENS
+
+
+def decode_units(shape: Shape, window: int, core: int, cores: int) -> list[Unit]:
     """A core's units: two cores share the key heads, or the sequences where there is one."""
     sequences, keys = Span(0, shape.batch), Span(0, shape.kv_heads)
+    if shares_tokens(shape, window, cores):
+        return [Unit(0, keys)]
     if shape.kv_heads > 1:
         keys = halves(shape.kv_heads, shape.stacked, core, cores)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neuronmm_ops.kernels.attention.units import CacheBlock, Shape
+from neuronmm_ops.kernels.attention.units import CacheBlock, Shape, reached
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.facts import facts, transposed_dtype
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS
@@ -61,21 +61,53 @@ class Positions(nl.NKIObject):
         nisa.tensor_copy(self.tokens_sb, self.places_sb)
 
 
+class Reach(nl.NKIObject):
+    """The tokens of a cache that may be seen: all, or as many as a window has, up to the position.
+
+    Args:
+        positions: of all sequences.
+        tokens: that the cache has room for.
+        window: tokens that a query sees, its own included; 0 where it sees all.
+    """
+
+    def __init__(self, positions: Positions, tokens: int, window: int) -> None:
+        self.tokens = min(tokens, reached(tokens, window))
+        # of each sequence where they begin, and its position after that; none where they are all
+        self.starts_sb: list[NkiTensor] = []
+        self.firsts_sb = positions.tokens_sb
+        if self.tokens == tokens:
+            return
+        shape = positions.tokens_sb.shape
+        start_sb = nl.ndarray(shape, dtype=nl.float32)
+        nisa.tensor_scalar(
+            start_sb, positions.tokens_sb, nl.add, 1.0 - window, op1=nl.maximum, operand1=0.0
+        )
+        nisa.tensor_scalar(start_sb, start_sb, nl.minimum, float(tokens - self.tokens))
+        place_sb = nl.ndarray(shape, dtype=nl.int32)
+        nisa.tensor_copy(place_sb, start_sb)
+        self.starts_sb.append(place_sb)
+        self.firsts_sb = nl.ndarray(shape, dtype=nl.float32)
+        nisa.tensor_tensor(self.firsts_sb, positions.tokens_sb, start_sb, nl.subtract)
+
+
 class Visible(nl.NKIObject):
     """Bounds of the tokens that the queries of a sequence see.
 
     Args:
         lanes: of all sequences.
         positions: of all sequences.
+        reach: of all sequences.
         sequence: which of them.
         window: tokens that a query sees, its own included; 0 where it sees all.
     """
 
-    def __init__(self, lanes: Lanes, positions: Positions, sequence: int, window: int) -> None:
+    def __init__(
+        self, lanes: Lanes, positions: Positions, reach: Reach, sequence: int, window: int
+    ) -> None:
         self.lanes = lanes
         self.window = window
         self.place_sb = positions.places_sb[0:1, nl.ds(sequence, 1)]
-        self.first_sb = positions.tokens_sb[:, nl.ds(sequence, 1)]
+        self.first_sb = reach.firsts_sb[:, nl.ds(sequence, 1)]
 
     def end(self, block: CacheBlock) -> NkiTensor:
         """The first score of a block that is hidden, as a real number: [128, 1]."""
