@@ -22,7 +22,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # precompile, measure, estimate, hf, recover and eval are one storey; between themselves they
 # import in this order.
 LAYERS = (
-    *("__main__", "cli", "device", "demo", "reproduce", "doctor", "integrations"),
+    *("__main__", "cli", "device", "demo", "draft", "reproduce", "doctor", "integrations"),
     *("precompile", "measure", "estimate", "hf", "recover", "eval"),
     *("output", "manifest", "checkpoint", "compress", "parallel", "nn", "ops", "plan", "kernels"),
     *("models", "rank", "progress", "processes", "files", "errors", "extras"),
@@ -31,7 +31,7 @@ LAYERS = (
 RANK = {name: rank for rank, name in enumerate(reversed(LAYERS))}
 ROOT_MAY_IMPORT = {"compress", "errors", "eval", "extras", "import_hooks", "nn", "ops"}
 
-USES_TRANSFORMERS = {"hf", "cli", "device", "measure"}
+USES_TRANSFORMERS = {"hf", "cli", "device", "draft", "measure"}
 LAZY_IN_OPS = {"transformers", "accelerate", "torch_xla", "nki", "torch_neuronx", "neuronxcc"}
 ENGINES = ("vllm", "vllm_neuron", "neuronx_distributed", "neuronx_distributed_inference")
 OPTIONAL = (

@@ -30,6 +30,7 @@ COMMANDS = (
     "quantize distilled -o rounded --storage int8 --calibration text.txt --seqlen 64 --samples 4",
     "eval distilled --text text.txt --seqlen 64",
     "compare adapted distilled --text text.txt --seqlen 64 --plot compare.png",
+    "draft dense -o draft --text text.txt --tokens-ahead 1",
     "generate distilled --prompt The --new-tokens 3",
     "export nxdi distilled -o exported --tp 2",
     "export dense distilled -o multiplied",

@@ -22,6 +22,7 @@ from neuronmm_ops.cli import (
     demo,
     device_check,
     doctor,
+    draft,
     evaluate,
     export,
     generate,
@@ -79,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"neuronmm-ops {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (
-        *(demo, compress, recover, quantize, evaluate, compare, generate),
+        *(demo, compress, recover, quantize, evaluate, compare, draft, generate),
         *(inspect, verify, export, reproduce),
         *(doctor, device_check, bench, plan, precompile, simulate, lint),
     ):

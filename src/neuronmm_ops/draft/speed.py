@@ -1,0 +1,114 @@
+"""Tokens per second of a model that verifies what a draft proposes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from neuronmm_ops.estimate.decoder import Decoder
+from neuronmm_ops.estimate.linears import linears
+from neuronmm_ops.estimate.passes import pass_of
+from neuronmm_ops.estimate.recorded import recorded
+from neuronmm_ops.measure.timing import time_paired
+from neuronmm_ops.models import resolve_shape
+
+CACHED = 64
+"""Tokens before those of a pass that is measured."""
+MODELLED_CACHED = 2048
+ROUNDS, LIMIT_S = 30, 20.0
+
+
+class Costs(NamedTuple):
+    """Milliseconds of one pass.
+
+    Attributes:
+        draft: of the draft, one token.
+        model: of the model, by its number of tokens.
+    """
+
+    draft: float
+    model: Mapping[int, float]
+
+
+def expected_tokens(acceptance: float, ahead: int) -> float:
+    """Return the mean tokens of a round of `ahead` drafted ones and a pass that verifies them.
+
+    `(1 - a^(k+1)) / (1 - a)`, Leviathan et al. (arXiv 2211.17192), Eq. 1: each token is accepted
+    with probability a, and the pass itself yields one.
+    """
+    return sum(acceptance**n for n in range(ahead + 1))
+
+
+def best_ahead(acceptance: float, costs: Costs, ahead: Sequence[int]) -> tuple[int, float]:
+    """Return how many tokens to draft for the most tokens per second, and these."""
+
+    def speed(k: int) -> float:
+        return 1e3 * expected_tokens(acceptance, k) / (k * costs.draft + costs.model[k + 1])
+
+    best = max(ahead, key=speed)
+    return best, speed(best)
+
+
+def measured(model: PreTrainedModel, draft: PreTrainedModel, ahead: Sequence[int]) -> Costs:
+    """Time passes after `CACHED` tokens on the models' device, in paired rounds."""
+    widths = [1, *[k + 1 for k in ahead]]
+    passes = {f"model {M}": _pass(model, M) for M in widths} | {"draft": _pass(draft, 1)}
+    rounds = time_paired(passes, ROUNDS, limit_s=LIMIT_S).rounds_ms
+    # The least: what else runs on the machine only adds.
+    return Costs(min(rounds["draft"]), {M: min(rounds[f"model {M}"]) for M in widths})
+
+
+def _pass(model: PreTrainedModel, tokens: int) -> Callable[[int], Tensor]:
+    """What runs a pass of so many tokens, and takes them out of the cache again."""
+    ids = torch.zeros(1, CACHED, dtype=torch.long, device=model.device)
+    with torch.inference_mode():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+
+    def run(_: int) -> Tensor:
+        output = model(input_ids=ids[:, :tokens], past_key_values=cache, use_cache=True)
+        cache.crop(-tokens)
+        return output.logits[0, -1, 0].cpu()
+
+    return run
+
+
+def modelled(model: str, draft: str, ahead: Sequence[int], target: str) -> Costs:
+    """Model passes after `MODELLED_CACHED` tokens on one NeuronCore.
+
+    Args:
+        model: a directory or what else `models.resolve_shape` takes; dense.
+        draft: the directory of a compressed checkpoint.
+        ahead: tokens ahead, at most 7: a pass takes 8 tokens.
+        target: trn1, trn2 or trn3.
+
+    Raises:
+        ValueError: sizes that no kernel is planned for.
+    """
+    shape, own = resolve_shape(model), resolve_shape(draft)
+    on: dict[str, Any] = {"target": target, "lnc": 1, "tp": 1, "batch": 1}
+    found = recorded(draft, own)
+    assert found is not None  # `draft` was written by this package
+    dense = Decoder.uniform(shape, linears(shape), **on)
+    low_rank = Decoder(whole=own, **found.own._asdict(), **on)
+    return Costs(pass_ms(low_rank, 1), {M: pass_ms(dense, M) for M in (1, *[k + 1 for k in ahead])})
+
+
+def pass_ms(decoder: Decoder, tokens: int) -> float:
+    """Model a pass of one sequence's tokens, each of which gets logits; milliseconds."""
+    found = pass_of(decoder, tokens, {MODELLED_CACHED + tokens: 1.0})["time_ms"]
+    return found + _ending_ms(decoder, tokens) - _ending_ms(decoder, 1)
+
+
+def _ending_ms(decoder: Decoder, rows: int) -> float:
+    """What follows the layers, for so many tokens."""
+    ways = [
+        (part.times, decoder.tracer.quickest(part.ways))
+        for part in replace(decoder, batch=rows).ending()
+    ]
+    return sum(
+        times * (decoder.tracer.launches(way.launches).times_ms[0] + way.collectives_ms)
+        for times, way in ways
+    )
