@@ -26,6 +26,7 @@ from neuronmm_ops.cli import (
     evaluate,
     export,
     generate,
+    importing,
     inspect,
     plan,
     precompile,
@@ -81,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (
         *(demo, compress, recover, quantize, evaluate, compare, draft, generate),
-        *(inspect, verify, export, reproduce),
+        *(inspect, verify, export, importing, reproduce),
         *(doctor, device_check, bench, plan, precompile, simulate, lint),
     ):
         module.add(commands)

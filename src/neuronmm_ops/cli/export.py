@@ -6,6 +6,7 @@ from typing import Any
 
 from neuroncore.cli.console import stdout
 from neuronmm_ops.cli.parser import add_command, add_group, add_output
+from neuronmm_ops.extras import transformers_models
 
 
 def add(commands: Any) -> None:
@@ -39,9 +40,7 @@ def add(commands: Any) -> None:
 
 
 def _export_dense(options: argparse.Namespace) -> dict[str, Any]:
-    from neuronmm_ops.hf.dense import export_dense
-
-    return export_dense(options.model, options.output)
+    return transformers_models().export_dense(options.model, options.output)
 
 
 def _show_dense(document: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from neuronmm_ops.hf.generate import generate_text
 from neuronmm_ops.hf.loading import load, load_tokenizer
 from neuronmm_ops.hf.pairs import from_pairs, lora_config, to_pairs
 from neuronmm_ops.hf.provenance import CompressionRun, read_run
+from neuronmm_ops.hf.published import import_published
 from neuronmm_ops.hf.quantize import quantize
 from neuronmm_ops.hf.quantizer import NeuronMMConfig, NeuronMMQuantizer
 from neuronmm_ops.hf.recover import recover
@@ -29,6 +30,7 @@ __all__ = [
     "from_pairs",
     "generate_simulated",
     "generate_text",
+    "import_published",
     "load",
     "load_computing",
     "load_draft",
