@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hf.others import published
 from outcomes import COMPRESS, shorten_held_out
 from reproductions import workplace
 from scale_kernels import KERNELS
@@ -34,6 +35,7 @@ COMMANDS = (
     "generate distilled --prompt The --new-tokens 3",
     "export nxdi distilled -o exported --tp 2",
     "export dense distilled -o multiplied",
+    "import theirs -o imported",
     "reproduce paper.toml -o reproduced",
     "simulate scales.py:scale --arg x=f32[128,512] --plot profile.png --timeline timeline.html",
     "lint matmul.py",
@@ -66,6 +68,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workplace(path)
     shutil.copy(ROOT / "examples" / "kernels" / "matmul.py", path)
     (path / "scales.py").write_text(KERNELS)
+    (path / "theirs").mkdir()
+    published(path / "theirs", "llama", ("_u_proj", "_v_proj"))
     return path
 
 

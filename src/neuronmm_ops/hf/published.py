@@ -33,7 +33,7 @@ Which of the two comes first, and which way round it lies, differs within a row:
 PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
 
 
-class Pair(NamedTuple):
+class FactorNames(NamedTuple):
     """The names of two factors and, if there is one, of the bias after them."""
 
     one: str
@@ -108,7 +108,7 @@ def _refuse_pickles(source: Path) -> None:
 
 def _pairs_in(
     source: Path, tensors: Mapping[str, Tensor], linears: Mapping[str, Any]
-) -> tuple[str, dict[str, Pair]]:
+) -> tuple[str, dict[str, FactorNames]]:
     """The layout, and the pair of each Linear."""
     for layout, one, other in LAYOUTS:
         found = dict(_named(tensors, linears, one, other))
@@ -120,7 +120,7 @@ def _pairs_in(
 
 def _named(
     tensors: Mapping[str, Tensor], linears: Mapping[str, Any], one: str, other: str
-) -> Iterator[tuple[str, Pair]]:
+) -> Iterator[tuple[str, FactorNames]]:
     for name in tensors:
         match = re.fullmatch(rf"(.+){re.escape(one)}(\.weight)?", name)
         if match is None:
@@ -128,11 +128,11 @@ def _named(
         start, ending = match[1], match[2] or ""
         linear = next((each for each in (start, f"{start}_proj") if each in linears), None)
         if linear is not None and (second := start + other + ending) in tensors:
-            yield linear, Pair(name, second, (f"{start}{one}.bias", f"{start}{other}.bias"))
+            yield linear, FactorNames(name, second, (f"{start}{one}.bias", f"{start}{other}.bias"))
 
 
 def _oriented(
-    name: str, tensors: Mapping[str, Tensor], pair: Pair, K: int, N: int
+    name: str, tensors: Mapping[str, Tensor], pair: FactorNames, K: int, N: int
 ) -> tuple[Tensor, Tensor]:
     """u [K, r] and v [r, N] of a pair.
 
