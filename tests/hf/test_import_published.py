@@ -71,11 +71,21 @@ def test_what_is_refused(tmp_path):
             lambda t: t.update({f"{up}_v_proj.weight": torch.ones(7, 64)}),
             r"takes 64 features to 176, .*up_u_proj.weight \[176, 8\] and .* \[7, 64\] do not fit",
         ),
+        (
+            lambda t: t.update({f"{up}_proj.weight": torch.ones(176, 64)}),
+            "holds model.layers.1.mlp.up_proj.weight and its factors; leave one out",
+        ),
+        (
+            lambda t: t.update({f"{up}_v_proj.weight": torch.ones(8, 64, dtype=torch.int8)}),
+            "up_v_proj.weight is I8 .* start from the checkpoint before quantization",
+        ),
         (lambda t: t.update({f"{up}_v_proj.bias": torch.ones(8)}), "stands between two factors"),
     ):
         fresh()
         spoiled(path, change)
         refused(path, words)
+    (path / "config.json").write_text('{"model_type": "nope"}')
+    refused(path, "cannot be loaded: .*; check its config.json")
     fresh()
     spoiled(path, lambda t: t[f"{up}_u_proj.weight"].fill_(torch.inf))
     refused(path, "import the checkpoint in a wider dtype", NonFiniteError)

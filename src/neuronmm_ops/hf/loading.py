@@ -85,7 +85,7 @@ def load(
         raise
     except Exception as error:  # a bad config makes constructors raise anything
         raise CheckpointError(
-            f"{path} cannot be loaded: {_reason(error)}; check its config.json"
+            f"{path} cannot be loaded: {reason(error)}; check its config.json"
         ) from error
     _check_keys(path, config, loaded, info)
     check_weights(path, values=verify and (tp == 1 or torch.distributed.get_rank() == 0))
@@ -151,9 +151,9 @@ def load_tokenizer(model: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # bad files make tokenizers raise anything
         is_malformed = isinstance(error, (AttributeError, TypeError, LookupError))
-        reason = "one of its files is malformed" if is_malformed else _reason(error)
+        what = "one of its files is malformed" if is_malformed else reason(error)
         raise CheckpointError(
-            f"{path} has no usable tokenizer ({reason}); copy the model's tokenizer files into it"
+            f"{path} has no usable tokenizer ({what}); copy the model's tokenizer files into it"
         ) from error
 
 
@@ -214,9 +214,9 @@ def local_directory(model: str | Path) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=list(HUB_FILES), ignore_patterns="*/*"))
     except (LocalEntryNotFoundError, ConnectionError) as error:
-        problem = f"the hub cannot be reached ({_reason(error)})"
+        problem = f"the hub cannot be reached ({reason(error)})"
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        problem = f"the hub does not give it ({_reason(error)})"
+        problem = f"the hub does not give it ({reason(error)})"
     raise CheckpointError(
         f"{model} is no directory, and {problem}; give a local Transformers model directory"
     )
@@ -260,7 +260,7 @@ def _check_keys(
             raise CheckpointError(f"{path} {found}, first {sorted(keys)[0]}; {hint}")
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """An error in one line, shortened, with its type where it may be no sentence."""
     line = " ".join(str(error).split())
     known = type(error) in (OSError, ValueError, RuntimeError)

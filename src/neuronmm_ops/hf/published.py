@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from neuronmm_ops.checkpoint import read_config, read_headers, weight_files
+from neuronmm_ops.checkpoint import check_float, read_config, read_headers, weight_files
 from neuronmm_ops.compress.record import is_record, swap_
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.hf.loading import check_all_finite, load_tokenizer
+from neuronmm_ops.hf.loading import check_all_finite, load_tokenizer, reason
 from neuronmm_ops.hf.saving import save
 from neuronmm_ops.nn import dense_linears
 from neuronmm_ops.output import check_target
@@ -66,12 +66,10 @@ def import_published(source: str | Path, output: str | Path, force: bool = False
         raise CheckpointError(f"{source} is a checkpoint of neuronmm already; copy it as it is")
     check_target(output, force, source)
     files = weight_files(source)
-    read_headers(files)  # says what is wrong with a file
+    check_float(read_headers(files))
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     check_all_finite(tensors.items(), "import the checkpoint in a wider dtype")
-    config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config)
+    empty = _empty(source)
     linears = dense_linears(empty)
     layout, pairs = _pairs_in(source, tensors, linears)
     factors = {
@@ -84,6 +82,8 @@ def import_published(source: str | Path, output: str | Path, force: bool = False
             del rest[each]
         for bias in [bias for bias in pair.biases if bias in rest]:
             rest[f"{name}.bias"] = rest.pop(bias)
+        if f"{name}.weight" in rest:
+            raise CheckpointError(f"{source} holds {name}.weight and its factors; leave one out")
         rest[f"{name}.weight"] = torch.zeros(()).expand_as(linears[name].weight)  # to be replaced
     dtype = next(iter(factors.values()))[0].dtype
     model = _loaded(source, empty, rest, dtype)
@@ -104,6 +104,18 @@ def _refuse_pickles(source: Path) -> None:
             f"{pickles[0]} is a pickle, which can run code and is not read; where you trust it, "
             "write its state dict by safetensors.torch.save_file beside the model's config.json"
         )
+
+
+def _empty(source: Path) -> Any:
+    """The dense model, without values."""
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # a bad config makes constructors raise anything
+        raise CheckpointError(
+            f"{source} cannot be loaded: {reason(error)}; check its config.json"
+        ) from error
 
 
 def _pairs_in(
