@@ -328,6 +328,7 @@ print(plan)
         ("xw", 8, {"target": "trn1", "lnc": 2}, "lnc must be 1, or 2 on trn2 and trn3"),
         ("xw", 8, {"max_instructions": 0}, "max_instructions must be at least 1, got 0"),
         ("xw", 8, {"weight_dtype": "int3"}, "weight_dtype must be one of"),
+        ("xw", 8, {"weight_dtype": None}, "weight_dtype must be one of .*, or empty .* got None"),
         ("lm_head", 0, {}, "at least 1"),
         ("lm_head", 129, {}, "up to 128 tokens, got 129"),
         ("lm_head", 8, {"matrices": ((8, 2**23),)}, "below 2"),

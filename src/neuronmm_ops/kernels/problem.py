@@ -80,7 +80,8 @@ class Problem:
         machine.check_lnc(self.lnc)
 
     def _check_precision(self) -> None:
-        if not {*self.weight_dtypes} <= {"", *BY_DTYPE}:
+        is_text = isinstance(self.weight_dtype, str)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not is_text or not {*self.weight_dtypes} <= {"", *BY_DTYPE}:
             raise ValueError(
                 f"weight_dtype must be one of {', '.join(BY_DTYPE)}, or empty for that of "
                 f"x; got {self.weight_dtype!r}"
