@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from neuronmm_ops.estimate import one_launch
 from neuronmm_ops.estimate.decoder import Decoder
 from neuronmm_ops.estimate.linears import linears
 from neuronmm_ops.estimate.passes import pass_of
@@ -97,8 +98,16 @@ def modelled(model: str, draft: str, ahead: Sequence[int], target: str) -> Costs
 
 
 def pass_ms(decoder: Decoder, tokens: int) -> float:
-    """Model a pass of one sequence's tokens, each of which gets logits; milliseconds."""
-    found = pass_of(decoder, tokens, {MODELLED_CACHED + tokens: 1.0})["time_ms"]
+    """Model a pass of one sequence's tokens, each of which gets logits; milliseconds.
+
+    Layers share launches where they may.
+    """
+    lengths = {MODELLED_CACHED + tokens: 1.0}
+    if one_launch.refusal(decoder) is None:
+        layers, _ = one_launch.layers_cost(decoder, lengths, tokens)
+        last = sum([each.ms for each in one_launch.ending(decoder)])
+        return layers.times_ms[0] + last + _ending_ms(decoder, tokens)
+    found = pass_of(decoder, tokens, lengths)["time_ms"]
     return found + _ending_ms(decoder, tokens) - _ending_ms(decoder, 1)
 
 

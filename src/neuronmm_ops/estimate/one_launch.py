@@ -47,19 +47,22 @@ def refusal(decoder: Decoder) -> str | None:
     return None
 
 
-def layers_cost(decoder: Decoder, lengths: Mapping[int, float]) -> tuple[PassCost, int]:
-    """What the layers of one token take, and in how many launches.
+def layers_cost(
+    decoder: Decoder, lengths: Mapping[int, float], tokens: int = 1
+) -> tuple[PassCost, int]:
+    """What the layers of one pass take, and in how many launches.
 
     Args:
         decoder: a model without a `refusal`.
-        lengths: tokens in the cache with the new one, each with its share of the tokens.
+        lengths: tokens in the cache with the new ones, each with its share of the passes.
+        tokens: new ones of each sequence, 1 to 8.
 
     Raises:
         ValueError: no plan fits.
     """
     total, launches = PassCost(), 0
     for kind in decoder.kinds:
-        plan = _plan(decoder, kind, max(lengths))
+        plan = _plan(decoder, kind, max(lengths), tokens)
         most = max(1, MAX_INSTRUCTIONS // plan.instructions)
         own = -(-kind.layers // most)
         launches += own
@@ -125,7 +128,8 @@ def _pairs(kind: Kind, names: Sequence[str]) -> set[bool]:
     return {kind.linears[name].r is not None for name in names}
 
 
-def _plan(decoder: Decoder, kind: Kind, T: int) -> Plan:
+def _plan(decoder: Decoder, kind: Kind, T: int, tokens: int = 1) -> Plan:
+    M = decoder.batch * tokens
     matrices: list[tuple[int, ...]] = []
     stored: list[str] = []
     features: list[int] = []
@@ -140,7 +144,7 @@ def _plan(decoder: Decoder, kind: Kind, T: int) -> Plan:
             matrices += shapes
             stored += [own.stored] * len(shapes)
     return plan_op(
-        *("decoder_layer", decoder.batch, tuple(matrices), DTYPE, decoder.target, decoder.lnc),
+        *("decoder_layer", M, tuple(matrices), DTYPE, decoder.target, decoder.lnc),
         weight_dtype=several(stored),
         others=others_of(decoder.shape, decoder.batch, T, (features[0], features[-1])),
         tp=decoder.tp,
