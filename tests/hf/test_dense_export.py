@@ -8,11 +8,12 @@ import pytest
 import torch
 from hf.small import CONFIG, compress
 from tiny import tiny_directory, tiny_ids
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
-from neuronmm_ops import hf
+from neuronmm_ops import hf, swap_
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.manifest import verify
+from neuronmm_ops.nn import dense_linears
 from neuronmm_ops.storages import STORAGES
 
 pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
@@ -41,6 +42,23 @@ def test_it_computes_what_the_checkpoint_does(family, storage, tmp_path):
     with torch.no_grad():
         wanted = compressed(tiny_ids()).logits
         torch.testing.assert_close(same(tiny_ids()).logits, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_a_weight_that_its_module_holds_transposed(tmp_path):
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 260, "n_positions": 64}
+    model = AutoModelForCausalLM.from_config(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
+    names = [name for name in dense_linears(model) if name != "lm_head"]
+    linears = {name: dense_linears(model)[name] for name in names}
+    factors = {
+        n: (torch.randn(m.in_features, 4), torch.randn(4, m.out_features) / 8)
+        for n, m in linears.items()
+    }
+    swap_(model, factors)
+    model.save_pretrained(tmp_path / "small")
+    hf.export_dense(tmp_path / "small", tmp_path / "same")
+    same = AutoModelForCausalLM.from_pretrained(tmp_path / "same")
+    ids = tiny_ids(1, 20)
+    torch.testing.assert_close(same(ids).logits, model.eval()(ids).logits, rtol=1e-3, atol=1e-4)
 
 
 def test_it_loads_without_this_package(tmp_path):

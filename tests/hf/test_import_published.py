@@ -5,8 +5,9 @@ import torch
 from hf.others import published
 from safetensors.torch import load_file, save_file
 from tiny import tiny_ids, tiny_model
+from transformers import AutoModelForCausalLM, GPT2Config
 
-from neuronmm_ops import hf
+from neuronmm_ops import hf, swap_
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
 from neuronmm_ops.hf.published import LAYOUTS
 from neuronmm_ops.manifest import verify
@@ -40,6 +41,26 @@ def test_plain_tensors_where_shapes_tell_them_apart(endings, swapped, tmp_path):
     published(tmp_path / "theirs", "llama", endings, **options)
     with pytest.raises(CheckpointError, match="fit it two ways; name them as modules"):
         hf.import_published(tmp_path / "theirs", tmp_path / "other")
+
+
+def test_a_module_that_holds_its_weight_transposed(tmp_path):
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 260, "n_positions": 64}
+    model = AutoModelForCausalLM.from_config(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
+    model.config.save_pretrained(tmp_path)
+    name = "transformer.h.0.mlp.c_fc"
+    u, v = torch.randn(64, 4), torch.randn(4, 256)
+    tensors = {n: t.clone() for n, t in model.state_dict().items() if n != "lm_head.weight"}
+    del tensors[f"{name}.weight"]
+    tensors[f"{name}.A.weight"], tensors[f"{name}.B.weight"] = (
+        u.t().contiguous(),
+        v.t().contiguous(),
+    )
+    tensors[f"{name}.B.bias"] = tensors.pop(f"{name}.bias")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    hf.import_published(tmp_path, tmp_path / "ours")
+    swap_(model, {name: (u, v)})
+    found = hf.load(tmp_path / "ours")(tiny_ids(1, 20)).logits
+    assert torch.equal(found, model.eval()(tiny_ids(1, 20)).logits)
 
 
 def refused(path, words, error=CheckpointError):

@@ -12,8 +12,10 @@ from neuronmm_ops.checkpoint import read_config
 from neuronmm_ops.compress.record import compressed_layers, is_record
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.computing import load_on
-from neuronmm_ops.hf.loading import HUB_ID, check_values, load, load_tokenizer
+from neuronmm_ops.hf.loading import HUB_ID, check_values, empty_model, load, load_tokenizer
 from neuronmm_ops.manifest import Origin, tensor_hashes, write_manifest
+from neuronmm_ops.nn import CompressedLinear, dense_linears
+from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.nn.swap import replace_
 from neuronmm_ops.output import check_target, replacement
 
@@ -72,6 +74,15 @@ def _same(parameter: Tensor, other: Tensor) -> bool:
     return torch.equal(parameter.detach(), other.detach().to(parameter))
 
 
+def _dense(layer: CompressedLinear, linear: DenseLinear) -> nn.Module:
+    """A module of the dense model with a layer's values."""
+    dense = layer.to_linear()
+    weight = dense.weight.t().contiguous() if linear.is_transposed else dense.weight
+    linear.module.weight = nn.Parameter(weight)
+    linear.module.bias = dense.bias
+    return linear.module
+
+
 def export_dense(source: str | Path, output: str | Path) -> dict[str, Any]:
     """Write a compressed checkpoint with its factors multiplied out, as an ordinary one.
 
@@ -98,7 +109,8 @@ def export_dense(source: str | Path, output: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{source} is not compressed; copy it as it is")
     model: Any = load(source, verify=True)
     layers = compressed_layers(model)
-    replace_(model, {name: layer.to_linear() for name, layer in layers.items()})
+    linears = dense_linears(empty_model(source))
+    replace_(model, {name: _dense(layer, linears[name]) for name, layer in layers.items()})
     del model.config.quantization_config
     model.hf_quantizer = None
     check_values(model, "compress the model in a wider dtype")

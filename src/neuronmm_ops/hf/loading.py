@@ -13,7 +13,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -111,6 +111,26 @@ def load_exactly(kind: Any, path: Path, **options: Any) -> tuple[PreTrainedModel
 
 
 @torch.no_grad()
+def empty_model(path: Path) -> PreTrainedModel:
+    """The dense model of a local directory's config, without values.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    try:
+        config: Any = AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # a bad config makes constructors raise anything
+        raise CheckpointError(
+            f"{path} cannot be loaded: {reason(error)}; check its config.json"
+        ) from error
+
+
 def check_values(model: PreTrainedModel, remedy: str) -> None:
     """Refuse values that are not finite, and one-byte numbers or scales that cannot be.
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from neuronmm_ops.checkpoint import check_float, read_config, read_headers, weight_files
 from neuronmm_ops.compress.record import is_record, swap_
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.hf.loading import check_all_finite, load_tokenizer, reason
+from neuronmm_ops.hf.loading import check_all_finite, empty_model, load_tokenizer
 from neuronmm_ops.hf.saving import save
 from neuronmm_ops.nn import dense_linears
 from neuronmm_ops.output import check_target
@@ -69,7 +69,7 @@ def import_published(source: str | Path, output: str | Path, force: bool = False
     check_float(read_headers(files))
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     check_all_finite(tensors.items(), "import the checkpoint in a wider dtype")
-    empty = _empty(source)
+    empty = empty_model(source)
     linears = dense_linears(empty)
     layout, pairs = _pairs_in(source, tensors, linears)
     factors = {
@@ -84,7 +84,7 @@ def import_published(source: str | Path, output: str | Path, force: bool = False
             rest[f"{name}.bias"] = rest.pop(bias)
         if f"{name}.weight" in rest:
             raise CheckpointError(f"{source} holds {name}.weight and its factors; leave one out")
-        rest[f"{name}.weight"] = torch.zeros(()).expand_as(linears[name].weight)  # to be replaced
+        rest[f"{name}.weight"] = torch.zeros(()).expand_as(linears[name].stored)
     dtype = next(iter(factors.values()))[0].dtype
     model = _loaded(source, empty, rest, dtype)
     swap_(model, factors)
@@ -104,18 +104,6 @@ def _refuse_pickles(source: Path) -> None:
             f"{pickles[0]} is a pickle, which can run code and is not read; where you trust it, "
             "write its state dict by safetensors.torch.save_file beside the model's config.json"
         )
-
-
-def _empty(source: Path) -> Any:
-    """The dense model, without values."""
-    try:
-        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # a bad config makes constructors raise anything
-        raise CheckpointError(
-            f"{source} cannot be loaded: {reason(error)}; check its config.json"
-        ) from error
 
 
 def _pairs_in(
