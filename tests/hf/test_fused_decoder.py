@@ -328,6 +328,7 @@ def hidden_states(model: PreTrainedModel, way: str = "argument") -> list[Tensor]
 @pytest.mark.parametrize("sizes", [{}, WINDOW])
 def test_a_decode_step_is_one_graph(sizes, layers):
     model = nm.fuse_decoder_(family_model("mistral", **sizes), layers)
+    torch.compiler.reset()  # a function has few graphs in a process
     expected = stepped(model)
     past = StaticCache(config=model.config, max_cache_len=40)
     ids = torch.randint(0, 256, (1, 13), generator=torch.Generator().manual_seed(3))
@@ -343,7 +344,7 @@ def test_a_decode_step_is_one_graph(sizes, layers):
 def test_prompts_in_a_bucket_and_steps_are_two_graphs():
     """The program of docs/trainium.md, which sets the length that a padded prompt has."""
     model = family_model("llama")
-    torch.compiler.reset()  # a function has few graphs in a process
+    torch.compiler.reset()
     expected = [bucketed(model, prompt) for prompt in ([1, 2, 3, 4, 5], [7, 8])]
     compiled = torch.compile(
         nm.fuse_decoder_(model), fullgraph=True, dynamic=False, backend="aot_eager"
