@@ -87,6 +87,9 @@ def _layout_row(tp: int, layout: str, token: Row, prompt: Row) -> list[str]:
     return [str(tp), name, exchanged, *cells, number(token["weight_bytes"] / 1e6)]
 
 
+VARIANTS = ("dense", "low_rank")
+
+
 def speedups() -> str:
     """MLPs in low rank over dense bf16 on the same ranks."""
     rows: list[list[str]] = []
@@ -103,6 +106,8 @@ def speedups() -> str:
         "decode",
         "as served",
         "slow links",
+        "one launch",
+        "slow links",
     )
     return table(head, rows) if rows else ""
 
@@ -110,12 +115,16 @@ def speedups() -> str:
 def _gains(one: Row) -> list[str]:
     dense, compressed = (
         variant(one, name)["phases"]["decode"]["published_collectives"]["times_ms"]
-        for name in ("dense", "low_rank")
+        for name in VARIANTS
     )
     ours = one["speedups"]["ours"]
+    launched = [variant(one, name)["phases"]["decode"]["one_launch"] for name in VARIANTS]
+    slow = [each["published_collectives_ms"] for each in launched]
     return [
         number(variant(one, "dense")["phases"]["decode"]["time_ms"]),
         *(ranged(ours[phase]) for phase in ("prefill", "decode")),
         gain_as_served(one),
         ranged(compared(compressed, dense)),
+        ranged(ours["decode"]["one_launch"]),
+        f"{slow[0] / slow[1]:.2f}x",
     ]
