@@ -104,20 +104,8 @@ def pass_ms(decoder: Decoder, tokens: int) -> float:
     """
     lengths = {MODELLED_CACHED + tokens: 1.0}
     if one_launch.refusal(decoder) is None:
-        layers, _ = one_launch.layers_cost(decoder, lengths, tokens)
-        last = sum([each.ms for each in one_launch.ending(decoder)])
-        return layers.times_ms[0] + last + _ending_ms(decoder, tokens)
-    found = pass_of(decoder, tokens, lengths)["time_ms"]
-    return found + _ending_ms(decoder, tokens) - _ending_ms(decoder, 1)
-
-
-def _ending_ms(decoder: Decoder, rows: int) -> float:
-    """What follows the layers, for so many tokens."""
-    ways = [
-        (part.times, decoder.tracer.quickest(part.ways))
-        for part in replace(decoder, batch=rows).ending()
+        return one_launch.pass_cost(decoder, lengths, tokens)[0].times_ms[0]
+    every, last = [
+        one_launch.ending_cost(replace(decoder, batch=rows))[0].times_ms[0] for rows in (tokens, 1)
     ]
-    return sum(
-        times * (decoder.tracer.launches(way.launches).times_ms[0] + way.collectives_ms)
-        for times, way in ways
-    )
+    return pass_of(decoder, tokens, lengths)["time_ms"] + every - last

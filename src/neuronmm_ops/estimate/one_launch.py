@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from neuroncore.hardware import resolve_target
+from neuronmm_ops.estimate.ends import ENDS
 from neuronmm_ops.estimate.exchange import PUBLISHED_US, Collective
 from neuronmm_ops.estimate.launches import PassCost
 from neuronmm_ops.estimate.layouts import BY_ROWS, GROUPS, Layout, factors
@@ -45,6 +46,31 @@ def refusal(decoder: Decoder) -> str | None:
             if len({kind.linears[name].stored for name in names}) > 1:
                 return f"{', '.join(names)} of a launch are stored alike"
     return None
+
+
+def pass_cost(
+    decoder: Decoder, lengths: Mapping[int, float], tokens: int = 1
+) -> tuple[PassCost, int]:
+    """What a pass takes to the logits of each new token, and in how many launches.
+
+    The arguments and errors are those of `layers_cost`.
+    """
+    total, launches = layers_cost(decoder, lengths, tokens)
+    rows = replace(decoder, batch=decoder.batch * tokens)
+    after, more = ending_cost(rows)
+    whole = sum([each.ms for each in ending(rows)])
+    return total.plus(after).plus(PassCost((whole,) * len(ENDS))), launches + more
+
+
+def ending_cost(decoder: Decoder) -> tuple[PassCost, int]:
+    """What follows the layers, for each sequence's last token, and in how many launches."""
+    total, launches = PassCost(), 0
+    for part in decoder.ending():
+        way = decoder.tracer.quickest(part.ways)
+        total = total.plus(decoder.tracer.launches(way.launches), part.times)
+        total = total.plus(PassCost((way.collectives_ms,) * len(ENDS)), part.times)
+        launches += len(way.launches)
+    return total, launches
 
 
 def layers_cost(

@@ -142,13 +142,7 @@ def _one_launch(decoder: Decoder, shares: Mapping[int, float]) -> dict[str, Any]
     why = one_launch.refusal(decoder)
     if why is not None:
         return {"left_out": why}
-    total, launches = one_launch.layers_cost(decoder, shares)
-    for part in decoder.ending():
-        way = decoder.tracer.quickest(part.ways)
-        total, launches = total.plus(decoder.tracer.launches(way.launches)), launches + 1
-        total = total.plus(PassCost((way.collectives_ms,) * len(ENDS)))
-    last = sum([each.ms for each in one_launch.ending(decoder)])
-    total = total.plus(PassCost((last,) * len(ENDS)))
+    total, launches = one_launch.pass_cost(decoder, shares)
     found = {"launches": launches, **_fields(total)}
     found["bound_ms"] = one_launch.bound_ms(decoder, total)
     if decoder.tp > 1:
