@@ -9,12 +9,11 @@ from neuronmm_ops.kernels.attention.heads import HeadNorm, Rotation
 from neuronmm_ops.kernels.attention.units import Shape
 from neuronmm_ops.kernels.attention.visible import Positions
 from neuronmm_ops.kernels.decoder_layer.norm import Residual
-from neuronmm_ops.kernels.decoder_layer.ranks import TensorParallel
-from neuronmm_ops.kernels.decoder_layer.stage import Stage, StageKnobs, side_by_side
+from neuronmm_ops.kernels.decoder_layer.ranks import TensorParallel, meet
+from neuronmm_ops.kernels.decoder_layer.stage import Stage, StageKnobs
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.mlp.decode import write_dense_mlp
-from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import KChunk
+from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.linears import MlpKnobs, write_dense
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS
 from neuronmm_ops.kernels.svd_mlp.decode import write_gated
@@ -87,12 +86,7 @@ class Decoding(nl.NKIObject):
         before = self.read(qkv, x, residual)
         qkv_hbm = nl.ndarray((tokens, qkv.out_features), dtype=x.dtype, buffer=nl.shared_hbm)
         check_operands(shape, qkv_hbm, self.rotary[0], layer.v_cache, self.positions_hbm)
-        if qkv.divided:
-            sides = qkv.sides_of_ranks(before, layer.norms[0], self.eps, 3)
-            parts_hbm = side_by_side(qkv_hbm, qkv.vs)
-            write_dense(parts_hbm, sides, qkv.vs, layer.biases, qkv.knobs.linear)
-        else:
-            qkv.write(qkv_hbm, [qkv.normed(before, layer.norms[0], self.eps)], layer.biases)
+        qkv.write_normed(qkv_hbm, before, layer.norms[0], self.eps, layer.biases)
         meet(qkv_hbm)
         stream_hbm = nl.ndarray(before.x_hbm.shape, dtype=x.dtype, buffer=nl.private_hbm)
         before.store(stream_hbm)
@@ -130,27 +124,23 @@ class Decoding(nl.NKIObject):
             own_knobs.k_chunk,
             own_knobs.spill,
         )
-        normed: list[KChunk] = []
-        if not mlp.divided:
-            normed.append(mlp.normed(after, layer.norms[1], self.eps))
+        norm = layer.norms[1]
         H = mlp.vs[2].hbm.shape[1]
         out_hbm = nl.ndarray((tokens, H), dtype=x.dtype, buffer=nl.shared_hbm)
         if mlp.by_cores:
-            write_gated(out_hbm, normed, mlp.us, mlp.vs, knobs)
+            write_gated(out_hbm, [mlp.normed(after, norm, self.eps)], mlp.us, mlp.vs, knobs)
         elif mlp.low_rank and mlp.is_pair[2]:
             u_down = mlp.us[len(mlp.us) - 1]
             d_hbm = nl.ndarray((tokens, u_down.hbm.shape[1]), x.dtype, buffer=nl.shared_hbm)
-            if mlp.divided:
-                sides = mlp.sides_of_ranks(after, layer.norms[1], self.eps, 2)
-            else:
-                sides = mlp.sides(normed, 2)
+            sides = mlp.normed_sides(after, norm, self.eps, 2)
             write_dense_mlp(d_hbm, sides, [mlp.vs[0], mlp.vs[1], u_down], knobs)
             d_hbm = self.ranks.summed([d_hbm])[0]
             write_dense([out_hbm], [mlp.chunks(d_hbm)], [mlp.vs[2]], [None], own_knobs.linear)
         elif mlp.low_rank:
-            write_dense_mlp(out_hbm, mlp.sides(normed, 2), mlp.vs, knobs)
+            sides = mlp.normed_sides(after, norm, self.eps, 2)
+            write_dense_mlp(out_hbm, sides, mlp.vs, knobs)
         else:
-            write_dense_mlp(out_hbm, [normed], mlp.vs, knobs)
+            write_dense_mlp(out_hbm, [[mlp.normed(after, norm, self.eps)]], mlp.vs, knobs)
         if not last or self.ranks.count > 1:
             out_hbm = self.whole(mlp, out_hbm)
         if not last:
@@ -264,9 +254,3 @@ def part_of(operands: tuple[Any, ...], n: int, layers: int) -> tuple[Any, ...]:
     """The n-th layer's part of the operands of all layers."""
     each = len(operands) // layers
     return operands[n * each : (n + 1) * each]
-
-
-def meet(hbm: NkiTensor) -> None:
-    """Wait until both cores have written their parts."""
-    if nl.num_programs(0) > 1:
-        nisa.core_barrier(hbm, (0, 1))

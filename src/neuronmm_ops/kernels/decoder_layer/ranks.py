@@ -21,9 +21,8 @@ class TensorParallel(nl.NKIObject):
         Rounded once, as what is summed. Weights of later stages load in the meantime.
         """
         if self.count == 1:
-            if nl.num_programs(0) > 1:
-                for hbm in parts:
-                    nisa.core_barrier(hbm, (0, 1))
+            for hbm in parts:
+                meet(hbm)
             return parts
         sums: list[NkiTensor] = []
         for hbm in parts:
@@ -80,3 +79,9 @@ class TensorParallel(nl.NKIObject):
         columns = whole_hbm.reshape_dim(1, (self.count, size))
         nisa.dma_copy(columns, rows_hbm.reshape_dim(0, (self.count, M)).permute((1, 0, 2)))
         return whole_hbm
+
+
+def meet(hbm: NkiTensor) -> None:
+    """Wait until both cores have written their parts."""
+    if nl.num_programs(0) > 1:
+        nisa.core_barrier(hbm, (0, 1))

@@ -119,14 +119,16 @@ class Stage(nl.NKIObject):
         write_dense(side_by_side(low_hbm, us), [chunks], us, [None] * len(us), self.knobs.linear)
         return low_hbm
 
-    def sides_of_ranks(
+    def normed_sides(
         self, stream: Residual, weight_hbm: NkiTensor, eps: float, count: int
     ) -> list[list[KChunk]]:
-        """What each of the first weights of `vs` contracts, of a stream that ranks have parts of.
+        """What each of the first weights of `vs` contracts of a stream's norm.
 
-        The norm is a factor of each token: it may follow the product with u, and ranks sum the
-        squares with that.
+        Where ranks have parts of the stream: the norm is a factor of each token, which may follow
+        the product with u, and ranks sum the squares with that.
         """
+        if not self.divided:
+            return self.sides([self.normed(stream, weight_hbm, eps)], count)
         us = self.us[0:count]
         low_hbm = self.low([stream.weighted(weight_hbm)], us)
         sums = self.ranks.summed([low_hbm, stream.squares(self.ranks.count)])
@@ -162,6 +164,21 @@ class Stage(nl.NKIObject):
         if M <= TURNED or not is_none(inverse_sb):
             return [turned_chunk(hbm, own, lanes, self.group, inverse_sb)]
         return chunks_of(hbm, own, 0, self.knobs.k_chunk, hbm.dtype, None, lanes, self.group)
+
+    def write_normed(
+        self,
+        out_hbm: NkiTensor,
+        stream: Residual,
+        weight_hbm: NkiTensor,
+        eps: float,
+        biases: list[NkiTensor | None],
+    ) -> None:
+        """As `write`, of a stream's norm."""
+        if not self.divided:
+            self.write(out_hbm, [self.normed(stream, weight_hbm, eps)], biases)
+            return
+        sides = self.normed_sides(stream, weight_hbm, eps, len(self.vs))
+        write_dense(side_by_side(out_hbm, self.vs), sides, self.vs, biases, self.knobs.linear)
 
     def write(
         self, out_hbm: NkiTensor, chunks: list[KChunk], biases: list[NkiTensor | None]
