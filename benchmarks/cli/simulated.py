@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from neuroncore.cli.console import check_output, show_fields, show_rows, show_table, stdout
+from neuroncore.cli.console import check_output, show_fields, show_table, stdout
 from neuronmm_ops.cli.parser import add_command, add_shape, add_tokens, tokens_of
 from neuronmm_ops.progress import progress_bars
 
@@ -27,9 +27,6 @@ def add(commands: Any) -> None:
         "a decoder layer of one token in one launch beside separate ones; time is modelled"
     )
     add_command(commands, "layer", _layer, _show_layer, description)
-
-    description = "tokens/s with a model's own compression as its draft; time is modelled"
-    add_command(commands, "drafts", _drafts, show_rows, description)
 
     description = "our NKI kernels compared with NeuronMM's on the simulated core; time is modelled"
     example = "--model Llama-3.2-1B --tokens 1 --target trn2"
@@ -104,13 +101,6 @@ def _published_cells(row: dict[str, Any]) -> list[str]:
 def _number(value: float | None, unit: int = 1, spec: str = ".4g") -> str:
     """A number in a unit; nothing for None."""
     return "" if value is None else format(value / unit, spec)
-
-
-def _drafts(options: argparse.Namespace) -> list[dict[str, Any]]:
-    from benchmarks import drafts
-
-    with progress_bars() as progress:
-        return drafts.run(progress)
 
 
 def _layer(options: argparse.Namespace) -> list[dict[str, Any]]:

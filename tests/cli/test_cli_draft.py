@@ -9,7 +9,8 @@ from tiny import tiny_ids, tiny_model
 
 from neuronmm_ops import SVDConfig, compress_, demo, hf
 from neuronmm_ops.draft import acceptance, candidates, choose, layers, speed
-from neuronmm_ops.draft.speed import Costs
+from neuronmm_ops.estimate import speculation
+from neuronmm_ops.estimate.speculation import Costs
 from neuronmm_ops.hf.drafts import passes_counted
 from neuronmm_ops.hf.provenance import ModelSource
 
@@ -19,16 +20,16 @@ AHEAD = (1, 2, 3, 4)
 def test_the_tokens_of_a_round_are_leviathans():
     for a in (0.0, 0.5, 0.9):
         for k in AHEAD:
-            assert speed.expected_tokens(a, k) == pytest.approx((1 - a ** (k + 1)) / (1 - a))
-    assert speed.expected_tokens(1.0, 3) == 4
+            assert speculation.expected_tokens(a, k) == pytest.approx((1 - a ** (k + 1)) / (1 - a))
+    assert speculation.expected_tokens(1.0, 3) == 4
 
 
 def test_tokens_ahead_are_the_fastest():
     costs = Costs(1.0, dict.fromkeys(range(1, 6), 10.0))
-    assert speed.best_ahead(1.0, costs, AHEAD) == (4, 1e3 * 5 / 14)
-    assert speed.best_ahead(0.05, costs, AHEAD) == (1, 1e3 * 1.05 / 11)
+    assert speculation.best_ahead(1.0, costs, AHEAD) == (4, 1e3 * 5 / 14)
+    assert speculation.best_ahead(0.05, costs, AHEAD) == (1, 1e3 * 1.05 / 11)
     slow = Costs(1.0, {1: 10.0, 2: 10.0, 3: 40.0, 4: 40.0, 5: 40.0})
-    assert speed.best_ahead(1.0, slow, AHEAD)[0] == 1
+    assert speculation.best_ahead(1.0, slow, AHEAD)[0] == 1
 
 
 def test_acceptance_is_the_agreement_in_the_models_own_continuation():

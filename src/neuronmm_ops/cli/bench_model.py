@@ -53,6 +53,12 @@ def add(benchmarks: Any) -> None:
         ("--batch-size", "batch", 1, "sequences"),
     )
     add_storages(command)
+    command.add_argument(
+        "--draft",
+        metavar="DRAFT",
+        help="what proposes tokens to the dense model: a directory or a name as --model takes it, "
+        "or how many layers of the low-rank variant",
+    )
 
 
 def _model(options: argparse.Namespace) -> dict[str, Any] | list[dict[str, Any]]:
@@ -87,6 +93,9 @@ def show_model(found: dict[str, Any] | list[dict[str, Any]]) -> None:
         _show_one(document)
     show_served(documents)
     for each in documents:
+        if each.get("draft"):  # recorded documents may be older
+            _show_draft(each)
+    for each in documents:
         if each["tp"] > 1:
             show_layouts(each)
     stdout.print("Left out: " + "; ".join(document["left_out"]) + ".")
@@ -109,11 +118,34 @@ def _show_one(document: dict[str, Any]) -> None:
     show_table(["", "prefill", "decode", "as served", "end to end"], cells, left=[""], title=title)
 
 
+def _show_draft(document: dict[str, Any]) -> None:
+    """What a draft wins the dense model, by its acceptance."""
+    found = document["draft"]
+    cells = [
+        [
+            row["acceptance"],
+            row["tokens_ahead"],
+            f"{row['tokens_per_s']:.4g}",
+            _ratio(row["speedup"]),
+        ]
+        for row in found["rows"]
+    ]
+    title = (
+        f"Dense with a draft, tp {document['tp']}: {found['layers']} layers, "
+        f"{found['draft_ms']:.3g} ms a token; modelled, layers in one launch"
+    )
+    show_table(["acceptance", "tokens ahead", "tokens/s", "over dense alone"], cells, title=title)
+
+
+def _ratio(found: dict[str, float]) -> str:
+    return f"{found['middle']:.2f}x\n{found['low']:.2f}-{found['high']:.2f}"
+
+
 def _ratios(found: dict[str, Any]) -> list[str]:
     """A speed-up by phase, over its range."""
     decode = found["decode"]
     each = (found["prefill"], decode, decode["as_served"], found["end_to_end"])
-    return [f"{ratio['middle']:.2f}x\n{ratio['low']:.2f}-{ratio['high']:.2f}" for ratio in each]
+    return [_ratio(ratio) for ratio in each]
 
 
 def _low_rank(document: dict[str, Any]) -> str:

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from neuronmm_ops.checkpoint import read_config
 from neuronmm_ops.draft.acceptance import Contexts, acceptance, continued
 from neuronmm_ops.draft.candidates import STORAGES, DraftConfig, Maker
-from neuronmm_ops.draft.speed import best_ahead, measured, modelled
+from neuronmm_ops.draft.speed import measured, modelled
+from neuronmm_ops.estimate.speculation import best_ahead
 from neuronmm_ops.hf.computing import load_packed
 from neuronmm_ops.hf.drafts import MOST_AHEAD, load_draft
 from neuronmm_ops.hf.loading import local_directory

@@ -1,18 +1,17 @@
-"""Tokens per second of a model that verifies what a draft proposes."""
+"""Passes of a model and its draft, measured here or modelled."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from neuronmm_ops.estimate import one_launch
 from neuronmm_ops.estimate.decoder import Decoder
+from neuronmm_ops.estimate.ends import ENDS
 from neuronmm_ops.estimate.linears import linears
-from neuronmm_ops.estimate.passes import pass_of
 from neuronmm_ops.estimate.recorded import recorded
+from neuronmm_ops.estimate.speculation import Costs, pass_times
 from neuronmm_ops.measure.timing import time_paired
 from neuronmm_ops.models import resolve_shape
 
@@ -20,37 +19,6 @@ CACHED = 64
 """Tokens before those of a pass that is measured."""
 MODELLED_CACHED = 2048
 ROUNDS, LIMIT_S = 30, 20.0
-
-
-class Costs(NamedTuple):
-    """Milliseconds of one pass.
-
-    Attributes:
-        draft: of the draft, one token.
-        model: of the model, by its number of tokens.
-    """
-
-    draft: float
-    model: Mapping[int, float]
-
-
-def expected_tokens(acceptance: float, ahead: int) -> float:
-    """Return the mean tokens of a round of `ahead` drafted ones and a pass that verifies them.
-
-    `(1 - a^(k+1)) / (1 - a)`, Leviathan et al. (arXiv 2211.17192), Eq. 1: each token is accepted
-    with probability a, and the pass itself yields one.
-    """
-    return sum(acceptance**n for n in range(ahead + 1))
-
-
-def best_ahead(acceptance: float, costs: Costs, ahead: Sequence[int]) -> tuple[int, float]:
-    """Return how many tokens to draft for the most tokens per second, and these."""
-
-    def speed(k: int) -> float:
-        return 1e3 * expected_tokens(acceptance, k) / (k * costs.draft + costs.model[k + 1])
-
-    best = max(ahead, key=speed)
-    return best, speed(best)
 
 
 def measured(model: PreTrainedModel, draft: PreTrainedModel, ahead: Sequence[int]) -> Costs:
@@ -94,18 +62,8 @@ def modelled(model: str, draft: str, ahead: Sequence[int], target: str) -> Costs
     assert found is not None  # `draft` was written by this package
     dense = Decoder.uniform(shape, linears(shape), **on)
     low_rank = Decoder(whole=own, **found.own._asdict(), **on)
+
+    def pass_ms(decoder: Decoder, tokens: int) -> float:
+        return pass_times(decoder, tokens, MODELLED_CACHED)[ENDS[0]]
+
     return Costs(pass_ms(low_rank, 1), {M: pass_ms(dense, M) for M in (1, *[k + 1 for k in ahead])})
-
-
-def pass_ms(decoder: Decoder, tokens: int) -> float:
-    """Model a pass of one sequence's tokens, each of which gets logits; milliseconds.
-
-    Layers share launches where they may.
-    """
-    lengths = {MODELLED_CACHED + tokens: 1.0}
-    if one_launch.refusal(decoder) is None:
-        return one_launch.pass_cost(decoder, lengths, tokens)[0].times_ms[0]
-    every, last = [
-        one_launch.ending_cost(replace(decoder, batch=rows))[0].times_ms[0] for rows in (tokens, 1)
-    ]
-    return pass_of(decoder, tokens, lengths)["time_ms"] + every - last

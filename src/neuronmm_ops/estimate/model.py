@@ -20,6 +20,7 @@ from neuronmm_ops.estimate.linears import DTYPE, HEAD, Linear
 from neuronmm_ops.estimate.memory import everywhere, weight_bytes
 from neuronmm_ops.estimate.passes import PHASES, fitting
 from neuronmm_ops.estimate.served import LAUNCH_US, as_served, speedup_as_served
+from neuronmm_ops.estimate.speculation import speculated
 from neuronmm_ops.estimate.subject import Options, prepared
 
 LEFT_OUT = (
@@ -73,7 +74,8 @@ def run(
         (see `served`). Decode's `one_launch` has a token whose layers share launches, and the time
         of its bytes at the DMA peak; or `left_out`, why they do not. `left_out` names what is not
         counted, and variants that cannot run.
-        `checkpoint` is as `recorded.described`, null without one.
+        `checkpoint` is as `recorded.described`, null without one; `draft` as
+        `speculation.speculated`, with its `name`, null without one.
 
     Raises:
         ValueError: an unknown name, a number out of range, or a model that does not fit.
@@ -113,11 +115,19 @@ def run(
         "launch_us": LAUNCH_US._asdict(),
         "variants": rows,
         "speedups": _speedups(rows, subject.speedups),
+        "draft": None
+        if subject.draft is None
+        else _draft(decoders["dense"], subject.draft, options),
         "left_out": [*LEFT_OUT, *of_ranks, *left_out],
     }
 
 
 # --- rows
+
+
+def _draft(dense: Decoder, draft: Decoder, options: Options) -> dict[str, Any]:
+    """What a draft wins, halfway through the new tokens."""
+    return {"name": options.draft, **speculated(dense, draft, options.prompt + options.new // 2)}
 
 
 def _row(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from neuroncore.hardware import resolve_target
@@ -48,6 +48,7 @@ class Options:
         storage_lm_head: the same of the output head.
         targets: "mlp" (None), "all-linear" of the layers, or several as `SVDConfig.targets` has
             them.
+        draft: of the dense model: a directory or a name, or how many of the low-rank layers.
     """
 
     target: str | None = None
@@ -61,6 +62,7 @@ class Options:
     storage_dense: str | None = None
     storage_lm_head: str | None = None
     targets: str | tuple[str, ...] | None = None
+    draft: str | None = None
 
 
 class Subject(NamedTuple):
@@ -71,12 +73,14 @@ class Subject(NamedTuple):
         described: what the document says of `low_rank`.
         speedups: as `SPEEDUPS`.
         left_out: why something does not run.
+        draft: what proposes tokens to the dense model, if anything does.
     """
 
     decoders: dict[str, Decoder]
     described: dict[str, Any]
     speedups: Mapping[str, tuple[str, str]]
     left_out: list[str]
+    draft: Decoder | None
 
 
 class _Variant(NamedTuple):
@@ -105,12 +109,41 @@ def prepared(model: str, options: Options) -> Subject:
         _check_own(model, options)
         variants, left_out = _of_checkpoint(shape, found)
         about, speedups = described(found), _speedups_of(found)
-    on: dict[str, Any] = {"whole": shape, "target": machine.target, "lnc": options.lnc}
+    on: dict[str, Any] = {"target": machine.target, "lnc": options.lnc}
     on |= {"tp": options.tp, "batch": options.batch}
-    decoders = {v.name: Decoder(**v.layers._asdict(), mlp=v.mlp, **on) for v in variants}
+    decoders = {
+        v.name: Decoder(whole=shape, **v.layers._asdict(), mlp=v.mlp, **on) for v in variants
+    }
     dense = decoders["dense"]
     check_capacity(dense, memory_of(dense, options.prompt, options.new))
-    return Subject(decoders, about, speedups, left_out)
+    draft = None
+    if options.draft is not None:
+        own, layers = _draft(options.draft, decoders["low_rank"])
+        draft = Decoder(whole=own, **layers._asdict(), **on)
+    return Subject(decoders, about, speedups, left_out, draft)
+
+
+def _draft(named: str, low_rank: Decoder) -> tuple[ModelShape, Layers]:
+    """The sizes and Linears of a draft; see `Options`."""
+    shape = low_rank.whole
+    if named.isdecimal():
+        if not 1 <= int(named) <= shape.layers:
+            raise ValueError(f"a draft has 1 to {shape.layers} layers of its model, got {named}")
+        if len(low_rank.kinds) > 1:
+            raise ValueError(
+                f"{shape.name} has layers of {len(low_rank.kinds)} kinds, so {named} of them are no"
+                " draft of one speed; give the directory of a draft"
+            )
+        kinds = (low_rank.kinds[0]._replace(layers=int(named)),)
+        return replace(shape, layers=int(named)), Layers(kinds, low_rank.head)
+    own = resolve_shape(named)
+    if own.vocab_size != shape.vocab_size:
+        raise ValueError(
+            f"a draft has its model's vocabulary: {own.name} has {own.vocab_size} tokens, "
+            f"{shape.name} {shape.vocab_size}"
+        )
+    found = recorded(named, own)
+    return own, _alike(own, linears(own)) if found is None else found.own
 
 
 def _ratio(options: Options) -> float:
