@@ -50,7 +50,8 @@ def generated(
             `packs` the ops multiply by the weights as they are, as on a GPU; and `reload` are
             checkpoints whose weights then take the place of the model's, in turn: by vLLM's
             `reload_weights`, after a `+` by the model's own `load_weights`, and after a `~` by
-            `reload_weights` of an engine that has slept at level 2.
+            `reload_weights` of an engine that has slept at level 2; `save` is a directory for vLLM
+            to save the state of each rank in.
         prompts: of token ids.
         tokens: to generate after each.
         check_headers: whether the config may check a local checkpoint before it is loaded; not so
@@ -132,6 +133,7 @@ def main(given: str, results: str) -> None:
 
     for name, options in asked["runs"].items():
         adapter, reload = options.pop("adapter", None), options.pop("reload", ())
+        save = options.pop("save", None)
         packing.packs = partial(bool, options.pop("packs", True))
         try:
             engine = LLM(**options)
@@ -142,6 +144,8 @@ def main(given: str, results: str) -> None:
             engines[name] = (engine, adapter, reload)
             continue
         found[name] = answers(engine, adapter, reload)
+        if save:
+            engine.llm_engine.engine_core.save_sharded_state(save)
         engine.llm_engine.engine_core.shutdown()  # each has processes of its own
     found |= {name: answers(*engine) for name, engine in engines.items()}
     Path(results).write_text(json.dumps(found))

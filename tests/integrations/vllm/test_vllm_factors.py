@@ -8,7 +8,7 @@ from quantized import random_factors
 
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
-from neuronmm_ops.integrations.vllm.factors import Dense, Pair
+from neuronmm_ops.integrations.vllm.factors import ROWS, Dense, Pair, unpacked
 from neuronmm_ops.integrations.vllm.places import Shard, joined, member_sections, split_gathered
 from neuronmm_ops.ops import xuv, xw
 from neuronmm_ops.parallel.sharding import DIVIDES
@@ -261,3 +261,9 @@ def test_scales_are_in_fp32_whatever_the_models_dtype(storage):
     finally:
         torch.set_default_dtype(torch.float32)
     assert pair.u_scale.dtype == pair.v_scale.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_packed_weight_is_taken_out_exactly(dtype):
+    weight = torch.randn(3, 2 * ROWS + 5).to(dtype)
+    assert torch.equal(unpacked(lambda x: x @ weight.t(), weight.to("meta")), weight)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import (
     QuantizationConfig,
     register_quantization_config,
@@ -22,7 +22,11 @@ from vllm.model_executor.models.utils import WeightsMapper
 from neuronmm_ops.checkpoint import INDEX, SINGLE, inspect_checkpoint
 from neuronmm_ops.compress.record import QUANT_METHOD, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
-from neuronmm_ops.integrations.vllm.linear import LowRankLinearMethod, remember_parent
+from neuronmm_ops.integrations.vllm.linear import (
+    DenseLinearMethod,
+    LowRankLinearMethod,
+    remember_parent,
+)
 from neuronmm_ops.manifest import check_weights
 
 
@@ -104,7 +108,7 @@ class VllmNeuronMMConfig(QuantizationConfig):
                 if any(layers):
                     self._check_root(".".join(parts[:depth]), prefix, path)
                     return LowRankLinearMethod(_original(names, layers), layers)
-            return UnquantizedLinearMethod()
+            return DenseLinearMethod()
         for name, record in self.layers.items():
             if any(path and f"{name}.".startswith(f"{path}.") for path in paths):
                 raise ValueError(

@@ -26,6 +26,8 @@ Pack = Callable[[Tensor], Callable[[Tensor], Tensor]]
 """Makes the product with a weight `[N, K]`, which need not be kept."""
 STORED = ("w", "w_scale")
 """A dense member's tensors in a storage."""
+ROWS = 256
+"""Of a packed weight, taken out at a time."""
 MISMATCH = "config and weights are not of the same checkpoint"
 REMEDY = "copy the checkpoint again or compress the model again"
 
@@ -116,10 +118,19 @@ class Member(nn.Module):
         """Let `pack` make the products with the weights, and free these."""
         if self.pack is None:
             return
+        for key, weight in self.state().items():
+            self.packed[key] = self.pack(weight)
+            free = getattr(self, key).to("meta")
+            setattr(self, key, nn.Parameter(free, requires_grad=False))
+
+    def state(self) -> dict[str, Tensor]:
+        """Return this rank's tensors, matrices as `[N, K]`: their own memory unless packed."""
+        found: dict[str, Tensor] = {}
         for key in self.shapes:
-            weight = getattr(self, key).detach()
-            self.packed[key] = self.pack(weight.t() if key in FACTORS else weight)
-            setattr(self, key, nn.Parameter(weight.to("meta"), requires_grad=False))
+            kept = getattr(self, key).detach()
+            matrix = kept if key == "weight" else kept.t()
+            found[key] = unpacked(self.packed[key], matrix) if kept.is_meta else matrix
+        return found
 
     def dtypes(self, key: str) -> tuple[torch.dtype, ...]:
         """Return which dtypes a tensor may have in the checkpoint."""
@@ -375,6 +386,20 @@ def _check_undivided(layer: LayerReport) -> None:
 def _along_contraction(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
     """An empty matrix `[K, N]` stored along K, as after `nn.relayout_`; or a scale `[N]`."""
     return nn.Parameter(torch.empty(tuple(reversed(shape)), dtype=dtype).t(), requires_grad=False)
+
+
+def unpacked(product: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
+    """Return the weight `[N, K]` that was packed, of which the argument has shape and dtype.
+
+    Products with rows of the identity are exact in every dtype.
+    """
+    found = torch.empty_like(weight, device="cpu")
+    for start in range(0, weight.shape[1], ROWS):
+        columns = found[:, start : start + ROWS]
+        rows = found.new_zeros(columns.shape[1], weight.shape[1])
+        rows.diagonal(start).fill_(1)
+        columns.copy_(product(rows).t())
+    return found
 
 
 def _added(y: Tensor, bias: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    UnquantizedLinearMethod,
 )
 from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
@@ -30,6 +32,7 @@ from neuronmm_ops.integrations.vllm.factors import (
     Member,
     Pair,
     Stored,
+    unpacked,
 )
 from neuronmm_ops.integrations.vllm.mlp import fuse_
 from neuronmm_ops.integrations.vllm.places import Shard, joined, member_sections, split_gathered
@@ -38,6 +41,8 @@ from neuronmm_ops.storages import FACTORS, SCALES, tensor_dtype
 
 DIVIDE = "neuronmm_divide"
 """The key of vLLM's `additional_config` that says which factors ranks divide."""
+SHARDED = ("sharded_state", "runai_streamer_sharded")
+"""Formats of a file for each rank."""
 _SHARDS = {"q": 0, "k": 1, "v": 2}
 
 
@@ -77,7 +82,7 @@ class LowRankLinearMethod(LinearMethodBase):
         """
         del input_size_per_partition, output_size, extra_weight_attrs
         config = get_current_vllm_config()
-        self.is_dummy = config.load_config.load_format == "dummy"
+        self.load_format = config.load_config.load_format
         self.is_fusible = config.lora_config is None
         self.tp_size = 1 if isinstance(layer, ReplicatedLinear) else layer.tp_size
         # vLLM would sum the result, which is wider than [M, r] of a pair.
@@ -107,6 +112,8 @@ class LowRankLinearMethod(LinearMethodBase):
                 self.members.append(Pair(record, self.place, own, params_dtype, pack))
         # No children of the layer: vLLM's reloading handles a module with its own tensors alone.
         layer.members = tuple(self.members)
+        self.divided = torch.tensor(self._division())
+        layer.register_state_dict_post_hook(partial(self._add_state))
         storages = {record.storage for record in self.layers if record is not None}
         if len(storages) > 1:
             named = ", ".join(sorted(name or "the model's dtype" for name in storages))
@@ -152,6 +159,31 @@ class LowRankLinearMethod(LinearMethodBase):
             )
         return Shard(kind if self.tp_size > 1 else None, divide, layer.tp_rank, self.tp_size)
 
+    # vLLM reads and writes the state of one rank by its names, and copies into the tensors.
+
+    def _add_state(self, layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[f"{prefix}divided"] = self.divided
+        for index, member in enumerate(self.members):
+            for key, tensor in member.state().items():
+                state[f"{prefix}members.{index}.{key}"] = tensor
+
+    def _division(self) -> list[int]:
+        """Which part of the layer this rank holds."""
+        return [self.place.rank, self.place.tp, DIVIDES.index(self.place.divide)]
+
+    def _check_division(self) -> None:
+        """Refuse the state of other ranks, of which vLLM fills what it can."""
+        found = self.divided.tolist()
+        if found != self._division():
+            named = [
+                f"rank {rank} of {tp}, {DIVIDE} {DIVIDES[divide]!r}"
+                for rank, tp, divide in (found, self._division())
+            ]
+            raise CheckpointError(
+                f"{self.names[0]}: the files are of {named[0]}, this is {named[1]}; serve as it "
+                "was saved, or save again"
+            )
+
     # vLLM asks loaders for their names and signatures.
 
     def _loader(self, key: str) -> Callable[..., None]:
@@ -181,17 +213,22 @@ class LowRankLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check that all was loaded, and fuse the MLP around the layer where it can be."""
         for index, member in enumerate(self.members):
-            if self.is_dummy:
+            if self.load_format == "dummy":
                 for parameter in member.parameters():
                     initialize_single_dummy_weight(parameter)
-                member.pack_weights()
+            elif self.load_format in SHARDED:
+                self._check_division()
+                member.check()
+            else:
+                member.check_missing()
+                if layer.bias is not None and index not in self.biases:
+                    raise CheckpointError(
+                        f"{member.name}.bias: the architecture has one, the files have none; "
+                        f"{MISMATCH}"
+                    )
                 continue
-            member.check_missing()
-            if layer.bias is not None and index not in self.biases:
-                raise CheckpointError(
-                    f"{member.name}.bias: the architecture has one, the files have none; {MISMATCH}"
-                )
-        self.is_dummy = False  # what is loaded from now on
+            member.pack_weights()
+        self.load_format = "auto"  # what is loaded from now on
         self.biases.clear()
         parent = self.parent and self.parent()
         if parent is not None and self.is_fusible:
@@ -223,7 +260,7 @@ class LowRankLinearMethod(LinearMethodBase):
         """Return `x @ u` `[..., r]` of each pair, None of dense members."""
         pairs = [member for member in self.members if isinstance(member, Pair)]
         low = [pair.low(x) for pair in pairs]
-        if self.place.gathers:  # all at once
+        if low and self.place.gathers:  # all at once
             every = tensor_model_parallel_all_gather(joined(low))
             low = split_gathered(every, [pair.low_width for pair in pairs], self.place.tp)
         found = iter(low)
@@ -242,6 +279,23 @@ class LowRankLinearMethod(LinearMethodBase):
         y = tensor_model_parallel_all_gather(pair.high(low, None))
         y = y[..., : pair.width]
         return y if bias is None else y + bias
+
+
+class DenseLinearMethod(UnquantizedLinearMethod):
+    """vLLM's own, whose packed weights it can save."""
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        """Make the weight, which vLLM removes when it packs it."""
+        super().create_weights(layer, *args, **kwargs)
+        whole = layer.weight.to("meta")
+
+        def add(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+            if not layer.weight.numel():
+                state[f"{prefix}weight"] = unpacked(
+                    lambda x: layer.cpu_linear(x, layer.weight, None), whole
+                )
+
+        layer.register_state_dict_post_hook(add)
 
 
 def remember_parent(parent: nn.Module, name: str, child: nn.Module | None) -> None:
