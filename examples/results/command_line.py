@@ -14,7 +14,8 @@ _EVERYWHERE = {"help", "json", "debug"}
 def argument_lists() -> dict[str, Callable[[], str]]:
     """A list for each command that has arguments of its own, by a name such as `bench-cpu`."""
     simulator = dict(_lists(simulators(), "neuroncore"))
-    own = ("neuroncore-compare", "neuroncore-calibrate")  # what else it has, neuronmm has, too
+    # what else it has, neuronmm has, too
+    own = ("neuroncore-run", "neuroncore-compare", "neuroncore-calibrate")
     every = (*_lists(parser(), ""), *_lists(benchmarks(), "benchmarks"))
     return {**dict(every), **{name: simulator[name] for name in own}}
 

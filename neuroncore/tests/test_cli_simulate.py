@@ -12,7 +12,7 @@ from outcomes import failed
 from tolerances import assert_close_to_oracle
 
 import neuroncore as nc
-from neuroncore.cli.arguments import Tensor, read_argument
+from neuroncore.cli.arguments import Tensor, read_arguments
 from neuroncore.dtypes import DTYPES, from_numpy
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "kernels" / "matmul.py"
@@ -174,7 +174,7 @@ X = ("--arg", "x=f32[128,4]")
     ("kernel", "arguments", "words"),
     [
         ("no/such.py:copy", (), ["no/such.py is no file"]),
-        ("kernels.py", (), ["FILE.py:KERNEL", "'kernels.py'"]),
+        ("kernels.py", (), ["FILE.py:KERNEL", "kernels.py: name"]),
         ("kernels.py:", (), ["FILE.py:KERNEL"]),
         ("kernels.py:nope", X, ["kernels.py has no kernel nope", "copy, divides, halves"]),
         ("kernels.py:SIZE", X, ["SIZE of kernels.py is no kernel but 512; it has copy"]),
@@ -268,14 +268,14 @@ VALUES = [
 
 @pytest.mark.parametrize(("text", "value"), VALUES)
 def test_compile_time_values(text, value):
-    name, found = read_argument(f"p={text}")
+    name, found = read_arguments(f"p={text}")[0]
     assert (name, found) == ("p", value)
     assert type(found) is type(value)
 
 
 @pytest.mark.parametrize("name", sorted(set(DTYPES) - {n for n in DTYPES if n.endswith("_x4")}))
 def test_every_dtype_has_values(name):
-    tensor = read_argument(f"x={name}[64, 8]")[1]
+    tensor = read_arguments(f"x={name}[64, 8]")[0][1]
     assert isinstance(tensor, Tensor)
     assert (tensor.shape, tensor.dtype) == ((64, 8), name)
     if name == "tfloat32":
@@ -294,4 +294,4 @@ def test_every_dtype_has_values(name):
     [("bf16", "bfloat16"), ("fp32", "float32"), ("fp8", "float8_e4m3"), ("bool", "bool_")],
 )
 def test_short_names_of_dtypes(short, name):
-    assert read_argument(f"x={short}[2]")[1].dtype == name
+    assert read_arguments(f"x={short}[2]")[0][1].dtype == name

@@ -208,3 +208,39 @@ def test_outputs_are_saved_before_they_are_found_wrong(simulate, file, tmp_path)
     command = (f"{file}:scale", *X, "--save", target, "--reference", f"{file}:wrong")
     assert simulate(*command).code == 1
     assert np.load(target).shape == (128, 1024)
+
+
+def test_arguments_of_an_archive_and_of_a_function(simulate, file, tmp_path):
+    x = values(np.float32)
+    np.savez(tmp_path / "all.npz", x=x, by=np.float32(3))
+    np.savez(tmp_path / "brain.npz", x=x.astype(ml_dtypes.bfloat16), y=x)
+    source = tmp_path / "inputs.py"
+    source.write_text(
+        "import numpy as np\n"
+        "def given():\n    return {'x': np.ones((128, 1024), np.float32), 'by': 5.0}\n"
+        "def other():\n    return 1\n"
+    )
+    place, out = f"{file}:scale", tmp_path / "y.npy"
+    cases = (
+        ((f"{source}:given",), 5 * np.ones((128, 1024))),
+        ((f"{source}:given", "by=2.0"), 2 * np.ones((128, 1024))),
+        ((f"x={tmp_path}/all.npz:x", "by=3.0"), 3 * x),
+        ((f"x=f32[{tmp_path}/brain.npz:y]", "by=3.0"), 3 * x),
+    )
+    for given, expected in cases:
+        texts = [word for text in given for word in ("--arg", text)]
+        assert simulate(place, *texts, "--save", out).code == 0
+        np.testing.assert_array_equal(np.load(out), expected.astype(np.float32))
+    np.savez(tmp_path / "all.npz", x=x)
+    outcome = simulate(place, "--arg", tmp_path / "all.npz", "--arg", "by=3.0", "--trace-only")
+    assert outcome.code == 0, outcome.err
+    (tmp_path / "bad.npz").write_bytes(b"PK\3\4")
+    for text, code, words in (
+        (f"{source}:other", 1, ["other must return a dict", "1"]),
+        (f"{source}:gone", 2, ["no function gone"]),
+        (f"{tmp_path}/bad.npz", 2, ["bad.npz cannot be read"]),
+        (f"{tmp_path}/gone.npz", 2, ["gone.npz"]),
+        (f"x={tmp_path}/brain.npz", 2, ["has 2 tensors", "brain.npz:x"]),
+        (f"x={tmp_path}/brain.npz:x", 2, ["bf16[", "brain.npz:x]"]),
+    ):
+        failed(simulate(place, "--arg", text), code, *words)

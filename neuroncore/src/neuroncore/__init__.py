@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from neuroncore.budget import Budget
     from neuroncore.checks.base import NkiValidationError, NkiWarning
     from neuroncore.checks.lint import LintError, lint
+    from neuroncore.dropin import as_nki, install
     from neuroncore.hardware import MACHINES, Machine
-    from neuroncore.kernel import Kernel, Simulation, as_nki, jit, simulate
+    from neuroncore.kernel import Kernel, Simulation, jit, simulate
     from neuroncore.profile.profile import Profile
 
 _HOMES = {
@@ -22,15 +23,16 @@ _HOMES = {
     "neuroncore.budget": ("Budget",),
     "neuroncore.checks.base": ("NkiValidationError", "NkiWarning"),
     "neuroncore.boundary": ("PerRank", "TensorSpec"),
-    "neuroncore.kernel": ("Kernel", "Simulation", "as_nki", "jit", "simulate"),
+    "neuroncore.kernel": ("Kernel", "Simulation", "jit", "simulate"),
+    "neuroncore.dropin": ("as_nki", "install"),
     "neuroncore.checks.lint": ("LintError", "lint"),
     "neuroncore.profile.profile": ("Profile",),
 }
 __version__ = "0.1.0"
 __all__ = [
     "MACHINES", "Budget", "Kernel", "LintError", "Machine", "NkiValidationError", "NkiWarning",
-    "PerRank", "Profile", "Simulation", "TensorSpec", "as_nki", "collectives", "isa", "jit",
-    "language", "lint", "simulate",
+    "PerRank", "Profile", "Simulation", "TensorSpec", "as_nki", "collectives", "install",
+    "isa", "jit", "language", "lint", "simulate",
 ]  # fmt: skip
 
 
@@ -42,3 +44,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(home), name)
     return value
+
+
+def pytest_addoption() -> None:
+    """`pytest -p neuroncore`: `import nki` finds the simulator, from the first conftest.py on."""
+    from neuroncore.dropin import install
+
+    install()

@@ -51,7 +51,7 @@ class Boundary:
 
     def __init__(self, launch: KernelRun, rank: int, many: bool) -> None:
         self.launch, self.rank, self.many = launch, rank, many
-        self.torch = False
+        self.framework = ""
         self._copied: list[tuple[np.ndarray, Storage]] = []
 
     def enter(self, name: str, value: Any) -> Any:
@@ -75,8 +75,11 @@ class Boundary:
                 )
             return self._storage(name, tuple(value.shape), dtypes.dtype_of(value.dtype))
         if is_torch(value):
-            self.torch = True
+            self.framework = "torch"
             value = torch_array(name, value)
+        elif type(value).__module__.partition(".")[0] in ("jax", "jaxlib"):
+            self.framework = "jax"
+            value = np.asarray(value)
         if isinstance(value, np.ndarray):
             return self._array(name, value if own else value.copy())
         return value
@@ -119,7 +122,7 @@ class Boundary:
         return values if values.dtype == dtype.numpy else dtypes.from_fp32(values, dtype)
 
     def leave(self, result: Any) -> Any:
-        """The kernel's result as arrays, torch tensors or specs."""
+        """The kernel's result as arrays, tensors of torch or jax, or specs."""
         if result is None:
             return None
         many = isinstance(result, tuple | list)
@@ -153,7 +156,9 @@ class Boundary:
             values = t.geometry.array(storage)
         else:
             values = dtypes.from_fp32(t.geometry.array(storage), t.dtype)
-        return _torch_tensor(values) if self.torch else values
+        if self.framework == "jax":
+            return sys.modules["jax"].numpy.asarray(values)
+        return _torch_tensor(values) if self.framework else values
 
 
 def _like(given: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:

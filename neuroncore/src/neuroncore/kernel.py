@@ -6,24 +6,20 @@ import copy
 import functools
 import inspect
 import sys
-import types
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from neuroncore import language as nl
 from neuroncore.boundary import Boundary, on_core
 from neuroncore.budget import Budget, within
 from neuroncore.checks.base import NkiValidationError, note, noted, refuse, wrong_call
 from neuroncore.checks.races import check_races
 from neuroncore.collector import no_collection
 from neuroncore.core import Follow, KernelRun, SimulatedCore, Uninitialised, running
-from neuroncore.dtypes import DType
 from neuroncore.hardware import DMA_MODELS, MODELS, DmaModel, Model, resolve_target
 from neuroncore.memory.liveness import CapacityError, CapacityPolicy
 from neuroncore.orders import same_values
@@ -34,6 +30,8 @@ from neuroncore.timing.schedule import schedule
 from neuroncore.uncertainty import assuming
 
 Mode = Literal["execute", "trace"]
+observers: list[Callable[[Profile], object]] = []
+"""Called with the profile of each launch."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +149,10 @@ def run(
     settings: RunSettings = RunSettings(),
 ) -> Simulation:
     """Run a kernel, in other orders of its cores too if asked. See `simulate`."""
-    if not settings.schedules:
-        return _run(kernel, args, kwargs, settings)
-    given = copy.deepcopy((args, kwargs))  # a kernel may change its operands
+    given = copy.deepcopy((args, kwargs)) if settings.schedules else ((), {})  # it may change them
     found = _run(kernel, args, kwargs, settings)
+    for observe in observers:
+        observe(found.profile)
     for order in range(settings.schedules):
         try:
             other = _run(kernel, *copy.deepcopy(given), settings, order)
@@ -272,7 +270,8 @@ def simulate(
 
     Args:
         kernel: a jitted kernel, `kernel[2]` for two cores, or a plain function.
-        args: NumPy arrays, CPU torch tensors, compile-time values; `TensorSpec` in trace mode.
+        args: NumPy or jax arrays, CPU torch tensors, compile-time values; `TensorSpec` in trace
+            mode.
         target: "trn1", "trn2" or "trn3"; None as `hardware.resolve_target`.
         mode: "execute" computes values; "trace" computes none, so that full sizes take seconds.
         model: "calibrated" adds measured issue of matmuls and throttling to documented costs;
@@ -310,34 +309,3 @@ def simulate(
     if args or kwargs:
         return run(kernel, args, kwargs, settings)
     return lambda *args, **kwargs: run(kernel, args, kwargs, settings).outputs
-
-
-@contextmanager
-def as_nki() -> Generator[types.ModuleType]:
-    """Install this simulator as `nki` while the block runs, so that published kernels import it.
-
-    Raises RuntimeError where a real `nki` is installed or imported: it is not to be shadowed.
-    """
-    import importlib.util
-
-    from neuroncore import collectives, isa
-    from neuroncore import typing as nt
-
-    if "nki" in sys.modules or importlib.util.find_spec("nki") is not None:
-        raise RuntimeError(
-            "as_nki: the package nki is installed; use it, or uninstall it to simulate"
-        )
-    package = types.ModuleType(
-        "nki", "The simulated NeuronCore, under the name of the real package."
-    )
-    package.__path__ = []
-    parts = {"language": nl, "isa": isa, "typing": nt, "collectives": collectives}
-    vars(package).update(parts, jit=jit, simulate=simulate, dtype=DType)
-    modules = {"nki": package, **{f"nki.{name}": part for name, part in parts.items()}}
-    modules["nki.isa.constants"] = isa.constants
-    sys.modules.update(modules)
-    try:
-        yield package
-    finally:
-        for name in modules:
-            sys.modules.pop(name, None)

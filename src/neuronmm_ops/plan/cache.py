@@ -24,7 +24,10 @@ from neuronmm_ops.kernels import source_fingerprint
 from neuronmm_ops.kernels.problem import Plan, Problem
 
 SHIPPED = Path(__file__).with_name("plans.json")
-_BESIDE = ("cli", "calibration", "documents.py")
+_BESIDE = (
+    *("calibration", "cli", "documents.py", "dropin.py", "testing.py"),
+    *("__init__.py", "__main__.py"),
+)
 """Parts of the core that no plan follows from."""
 _KEPT = [field.name for field in fields(Plan) if field.name not in ("problem", "time_ms")]
 

@@ -9,6 +9,12 @@ from __future__ import annotations
 from neuroncore.calibration.shim import NkiTensor, jit, nisa, nl
 
 
+def _loaded(x: NkiTensor) -> NkiTensor:
+    x_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=x_sb, src=x)
+    return x_sb
+
+
 @jit
 def loads(x: NkiTensor, width: int) -> NkiTensor:
     """x [T, 128, runs, pitch]: T loads of 128 x `runs` rows of `width`, and their firsts."""
@@ -61,9 +67,8 @@ def round_trips(x: NkiTensor, count: int, by_hardware: bool) -> NkiTensor:
     The descriptors of the DMAs are made by the hardware, or before the kernel runs.
     """
     mode = nisa.dge_mode.hwdge if by_hardware else nisa.dge_mode.none
-    tile_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    tile_sb = _loaded(x)
     out_hbm = nl.ndarray((count, x.shape[0], x.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
-    nisa.dma_copy(dst=tile_sb, src=x)
     for i in range(count):
         nisa.dma_copy(dst=out_hbm[i, :, :], src=tile_sb, dge_mode=mode)
         nisa.dma_copy(dst=tile_sb, src=out_hbm[i, :, :], dge_mode=mode)
@@ -73,9 +78,8 @@ def round_trips(x: NkiTensor, count: int, by_hardware: bool) -> NkiTensor:
 @jit
 def overwrites(x: NkiTensor, count: int) -> NkiTensor:
     """x [128, N]: doubled `count` times, each time when it has been stored; no load waits."""
-    tile_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    tile_sb = _loaded(x)
     out_hbm = nl.ndarray((count, x.shape[0], x.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
-    nisa.dma_copy(dst=tile_sb, src=x)
     for i in range(count):
         nisa.tensor_tensor(
             dst=tile_sb, data1=tile_sb, data2=tile_sb, op=nl.add, engine=nisa.vector_engine
@@ -87,14 +91,12 @@ def overwrites(x: NkiTensor, count: int) -> NkiTensor:
 @jit
 def matmuls(x: NkiTensor, y: NkiTensor, count: int) -> NkiTensor:
     """x [128, 128], y [128, N]: the sum of `count` products x.T @ y, back to back."""
-    (P, M), N = x.shape, y.shape[1]
-    x_sb = nl.ndarray((P, M), dtype=x.dtype, buffer=nl.sbuf)
-    y_sb = nl.ndarray((P, N), dtype=y.dtype, buffer=nl.sbuf)
+    M, N = x.shape[1], y.shape[1]
+    x_sb = _loaded(x)
+    y_sb = _loaded(y)
     sum_sb = nl.ndarray((M, N), dtype=nl.float32, buffer=nl.sbuf)
     sum_psum = nl.ndarray((M, N), dtype=nl.float32, buffer=nl.psum)
     out_hbm = nl.ndarray((M, N), dtype=nl.float32, buffer=nl.shared_hbm)
-    nisa.dma_copy(dst=x_sb, src=x)
-    nisa.dma_copy(dst=y_sb, src=y)
     for i in range(count):
         nisa.nc_matmul(dst=sum_psum, stationary=x_sb, moving=y_sb, accumulate=i > 0)
     nisa.tensor_copy(dst=sum_sb, src=sum_psum)
@@ -106,13 +108,11 @@ def matmuls(x: NkiTensor, y: NkiTensor, count: int) -> NkiTensor:
 def matmuls_on_columns(x: NkiTensor, y: NkiTensor, count: int, size: int) -> NkiTensor:
     """x [128, 128], y [128, N]: as `matmuls`, in turn on each group of `size` PE columns."""
     (P, M), N = x.shape, y.shape[1]
-    x_sb = nl.ndarray((P, M), dtype=x.dtype, buffer=nl.sbuf)
-    y_sb = nl.ndarray((P, N), dtype=y.dtype, buffer=nl.sbuf)
+    x_sb = _loaded(x)
+    y_sb = _loaded(y)
     sum_sb = nl.ndarray((M, N), dtype=nl.float32, buffer=nl.sbuf)
     sum_psum = nl.ndarray((M, N), dtype=nl.float32, buffer=nl.psum)
     out_hbm = nl.ndarray((M, N), dtype=nl.float32, buffer=nl.shared_hbm)
-    nisa.dma_copy(dst=x_sb, src=x)
-    nisa.dma_copy(dst=y_sb, src=y)
     for i in range(count):
         for column in range(0, M, size):
             nisa.nc_matmul(
@@ -132,12 +132,10 @@ def matmuls_on_columns(x: NkiTensor, y: NkiTensor, count: int, size: int) -> Nki
 def matmuls_in_a_chain(x: NkiTensor, y: NkiTensor, count: int) -> NkiTensor:
     """x [128, 128], y [128, N]: y = x.T @ y `count` times; VectorE copies each out of PSUM."""
     (P, M), N = x.shape, y.shape[1]
-    x_sb = nl.ndarray((P, M), dtype=x.dtype, buffer=nl.sbuf)
-    y_sb = nl.ndarray((P, N), dtype=y.dtype, buffer=nl.sbuf)
+    x_sb = _loaded(x)
+    y_sb = _loaded(y)
     y_psum = nl.ndarray((M, N), dtype=nl.float32, buffer=nl.psum)
     out_hbm = nl.ndarray((P, N), dtype=y.dtype, buffer=nl.shared_hbm)
-    nisa.dma_copy(dst=x_sb, src=x)
-    nisa.dma_copy(dst=y_sb, src=y)
     for _i in range(count):
         nisa.nc_matmul(dst=y_psum, stationary=x_sb, moving=y_sb, accumulate=False)
         nisa.tensor_copy(dst=y_sb, src=y_psum, engine=nisa.vector_engine)
@@ -152,13 +150,11 @@ def bursts(x: NkiTensor, y: NkiTensor, count: int, matmuls: int, columns: int) -
     It copies a burst's result out of PSUM, then `columns` <= N columns, which the next burst reads.
     """
     (P, M), N = x.shape, y.shape[1]
-    x_sb = nl.ndarray((P, M), dtype=x.dtype, buffer=nl.sbuf)
-    y_sb = nl.ndarray((P, N), dtype=y.dtype, buffer=nl.sbuf)
+    x_sb = _loaded(x)
+    y_sb = _loaded(y)
     moving_sb = nl.ndarray((P, N), dtype=x.dtype, buffer=nl.sbuf)
     y_psum = nl.ndarray((M, M), dtype=nl.float32, buffer=nl.psum)
     out_hbm = nl.ndarray((M, M), dtype=y.dtype, buffer=nl.shared_hbm)
-    nisa.dma_copy(dst=x_sb, src=x)
-    nisa.dma_copy(dst=y_sb, src=y)
     nisa.tensor_copy(dst=moving_sb, src=y_sb, engine=nisa.vector_engine)
     for _i in range(count):
         for k in range(matmuls):
@@ -175,10 +171,9 @@ def bursts(x: NkiTensor, y: NkiTensor, count: int, matmuls: int, columns: int) -
 def vector_chain(x: NkiTensor, count: int, through_psum: bool) -> NkiTensor:
     """x [128, N] fp32: VectorE halves it `2 * count` times, each time into the other tile."""
     other = nl.psum if through_psum else nl.sbuf
-    x_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    x_sb = _loaded(x)
     half = nl.ndarray(x.shape, dtype=x.dtype, buffer=other)
     out_hbm = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
-    nisa.dma_copy(dst=x_sb, src=x)
     for _i in range(count):
         nisa.tensor_scalar(
             dst=half, data=x_sb, op0=nl.multiply, operand0=0.5, engine=nisa.vector_engine
@@ -193,10 +188,9 @@ def vector_chain(x: NkiTensor, count: int, through_psum: bool) -> NkiTensor:
 @jit
 def gpsimd_chain(x: NkiTensor, count: int) -> NkiTensor:
     """x [128, N] fp32: GpSimdE squares it `2 * count` times, each time into the other tile."""
-    x_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    x_sb = _loaded(x)
     other_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
     out_hbm = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
-    nisa.dma_copy(dst=x_sb, src=x)
     for _i in range(count):
         nisa.tensor_tensor(
             dst=other_sb, data1=x_sb, data2=x_sb, op=nl.multiply, engine=nisa.gpsimd_engine
@@ -216,10 +210,9 @@ def scalar_chain(x: NkiTensor, count: int, with_tables: bool) -> NkiTensor:
     """
     first = nl.exp if with_tables else nl.copy
     second = nl.sqrt if with_tables else nl.copy
-    x_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    x_sb = _loaded(x)
     other_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
     out_hbm = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
-    nisa.dma_copy(dst=x_sb, src=x)
     for _i in range(count):
         nisa.activation(dst=other_sb, op=first, data=x_sb, scale=-1.0)  # stays finite
         nisa.activation(dst=x_sb, op=second, data=other_sb)
@@ -231,10 +224,9 @@ def scalar_chain(x: NkiTensor, count: int, with_tables: bool) -> NkiTensor:
 def exchanges(x: NkiTensor, count: int) -> NkiTensor:
     """x [128, N], two cores: they swap a tile `count` times, each time the one received last."""
     rank = nl.program_id(0)
-    one_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    one_sb = _loaded(x)
     two_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
     out_hbm = nl.ndarray((2, x.shape[0], x.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
-    nisa.dma_copy(dst=one_sb, src=x)
     for i in range(count):
         mine_sb = one_sb if i % 2 == 0 else two_sb
         other_sb = two_sb if i % 2 == 0 else one_sb
@@ -249,9 +241,8 @@ def exchanges(x: NkiTensor, count: int) -> NkiTensor:
 def barriers(x: NkiTensor, count: int) -> NkiTensor:
     """x [128, N], two cores: each stores it, then they wait for each other `count` times."""
     rank = nl.program_id(0)
-    x_sb = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    x_sb = _loaded(x)
     out_hbm = nl.ndarray((2, x.shape[0], x.shape[1]), dtype=x.dtype, buffer=nl.shared_hbm)
-    nisa.dma_copy(dst=x_sb, src=x)
     nisa.dma_copy(dst=out_hbm[rank, :, :], src=x_sb)
     for _i in range(count):
         nisa.core_barrier(data=out_hbm, cores=(0, 1))

@@ -1,10 +1,11 @@
 """Values of `simulate --arg NAME=VALUE`: tensors, random or from files, and compile-time values."""
 
 import ast
+import copy
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ _SHORT = {
     "u16": "uint16", "u32": "uint32", "bool": "bool_",
 }  # fmt: skip
 _TENSOR = re.compile(r"(\w+)\[([^\[\]]*)\]")
-_FILE = re.compile(r"(.+\.npy)|(.+\.safetensors)(?::(.+))?")
+_FILE = re.compile(r"(.+\.npy)|(.+\.(?:safetensors|npz))(?::(.+))?")
 _COMMA = re.compile(r""",(?=(?:[^"']|"[^"]*"|'[^']*')*$)(?![^\[]*\])(?![^(]*\))""")
 """Between values: outside quotes, brackets and parentheses."""
 _WORDS = {"true": True, "false": False, "none": None}
@@ -56,12 +57,15 @@ class Tensor:
         return from_fp32(random.standard_normal(shape, np.float32), dtype)
 
 
-def read_argument(text: str) -> tuple[str, Any]:
-    """Return name and value of `name=value`. Raises ValueError that says what is wrong with it."""
+def read_arguments(text: str) -> list[tuple[str, Any]]:
+    """Return name and value of `name=value`, or all of an .npz file. Raises ValueError if wrong."""
     name, equals, value = text.partition("=")
+    if not equals and text.endswith(".npz"):
+        file = TensorFile("", Path(text), "", None)
+        return [(name, replace(file, name=name, key=name)) for name in file.names()]
     if not equals or not name.isidentifier():
         raise ValueError(f"--arg must be NAME=VALUE, such as x=bf16[128,512]; got {text!r}")
-    return name, _value(name, value.strip())
+    return [(name, _value(name, value.strip()))]
 
 
 def read_sweep(text: str) -> tuple[str, list[tuple[str, Any]]]:
@@ -171,7 +175,7 @@ def make_arguments(values: Mapping[str, Any], seed: int, trace_only: bool) -> di
     made: dict[str, Any] = {}
     for name, value in values.items():
         if not isinstance(value, Tensor | TensorFile):
-            made[name] = value
+            made[name] = copy.deepcopy(value)  # a kernel may write its inputs
         else:
             made[name] = value.spec() if trace_only else value.values(random)
     return made

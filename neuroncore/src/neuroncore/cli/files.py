@@ -3,11 +3,13 @@
 import ast
 import contextlib
 import importlib.util
+import itertools
 import linecache
 import os
 import sys
 import types
 from collections.abc import Callable, Generator, Iterable, Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, cast
 
@@ -31,25 +33,59 @@ class FunctionPath(NamedTuple):
 
 
 def place_of(text: str, what: str = "KERNEL") -> FunctionPath:
-    """`FILE.py:NAME` as a place. Raises ValueError where it is none, or there is no such file."""
+    """`FILE.py:NAME` or `PACKAGE.MODULE:NAME` as a place, which is looked up and not imported.
+
+    Raises ValueError where it is none, or there is no such file; without a name it lists kernels.
+    """
     file, _, name = text.rpartition(":")
-    if not file or not name.isidentifier():
-        raise ValueError(f"{what} must be FILE.py:{what}, such as matmul.py:matmul; got {text!r}")
-    path = Path(file)
-    if not path.is_file():
-        raise ValueError(f"{file} is no file")
-    return FunctionPath(path.resolve(), name)
+    if file and name.isidentifier():
+        return FunctionPath(python_file(file), name)
+    if what == "KERNEL" and not file and Path(text).suffix in (".py", ".ipynb", ".neff"):
+        from neuroncore.checks.lint_source import Sources
+
+        kernels = Sources("0.7").read(str(python_file(text))).kernels()
+        names = listed(kernel.name for _, kernel in kernels)
+        there = f"name a kernel of it, as in FILE.py:KERNEL: {names}"
+        raise ValueError(f"{text}: {there if names else _NO_KERNEL}")
+    raise ValueError(f"{what} must be FILE.py:{what}, such as matmul.py:matmul; got {text!r}")
+
+
+_NO_KERNEL = "it has no function under @nki.jit"
+
+
+def python_file(text: str) -> Path:
+    """The file of that path, or of the module with that dotted name. Raises ValueError."""
+    path = Path(text)
+    if path.suffix == ".ipynb":
+        raise ValueError(f"{text} is a notebook; in it call neuroncore.install() before import nki")
+    if path.suffix == ".neff":
+        raise ValueError(f"{text} is a compiled kernel, which only a device runs; name its source")
+    if path.is_file():
+        return path.resolve()
+    places: Any = [os.getcwd(), *sys.path]
+    origin = None
+    for end in (i for i, c in enumerate(text + ".") if c == "."):
+        spec = PathFinder.find_spec(text[:end], places)
+        if spec is None:
+            raise ValueError(f"{text} is no file")
+        places, origin = spec.submodule_search_locations or (), spec.origin
+    if origin is None:
+        raise ValueError(f"{text} is a package without code; name a module in it")
+    return Path(origin).resolve()
 
 
 def kernel_of(module: types.ModuleType, place: FunctionPath) -> Kernel:
-    """The kernel, or plain function, of that name."""
-    found = getattr(module, place.name, None)
-    if isinstance(found, Kernel):
-        return found
+    """The kernel, or plain function, of that name; also inside of a wrapper."""
+    found = wrapped = getattr(module, place.name, None)
+    while wrapped is not None:
+        if isinstance(wrapped, Kernel):
+            return wrapped
+        kept = (getattr(wrapped, name, None) for name in ("__wrapped__", "kernel", "func"))
+        wrapped = next((inner for inner in kept if callable(inner)), None)
     if isinstance(found, types.FunctionType):
         return Kernel(found)
     names = sorted(n for n, value in vars(module).items() if isinstance(value, Kernel))
-    there = f"it has {listed(names)}" if names else "it has no function under @nki.jit"
+    there = f"it has {listed(names)}" if names else _NO_KERNEL
     file = place.path.name
     if found is not None:
         raise UsageError(f"{place.name} of {file} is no kernel but {found!r:.40}; {there}")
@@ -85,30 +121,40 @@ def as_nki() -> Generator[None]:
 def module(path: Path, constants: Mapping[str, Any] | None = None) -> Generator[types.ModuleType]:
     """The file as a module, imported as `python FILE.py` would: its directory is on the path.
 
+    A file in a package is imported under its name there, and the package's folder is on the path.
+
     Args:
         path: the file.
         constants: values for names that the file assigns at its top level, in their place.
     """
-    name = f"_simulated_{path.stem}"
+    root = path.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    parts = path.relative_to(root).with_suffix("").parts
+    name = ".".join(parts) if len(parts) > 1 else f"_simulated_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path.name} is no Python file: it must end in .py")
-    made = importlib.util.module_from_spec(spec)
-    before, shadowed = list(sys.path), sys.modules.get(name)
-    sys.path.insert(0, str(path.parent))
-    sys.modules[name] = made
+    before, shadowed = list(sys.path), dict(sys.modules)
+    sys.path.insert(0, str(root))
     try:
-        if constants:
-            tree = _with_constants(ast.parse(path.read_bytes(), str(path)), path, constants)
-            code = compile(tree, str(path), "exec", dont_inherit=True)
-            exec(code, vars(made))  # noqa: S102 - the user's own file
-        else:
-            spec.loader.exec_module(made)
-        yield made
+        for parent in itertools.accumulate(parts[:-1], "{}.{}".format):
+            importlib.import_module(parent)
+        if constants or getattr(sys.modules.get(name), "__file__", "") != str(path):
+            sys.modules[name] = made = importlib.util.module_from_spec(spec)
+            if constants:
+                tree = _with_constants(ast.parse(path.read_bytes(), str(path)), path, constants)
+                code = compile(tree, str(path), "exec", dont_inherit=True)
+                exec(code, vars(made))  # noqa: S102 - the user's own file
+            else:
+                spec.loader.exec_module(made)
+        yield sys.modules[name]
     finally:
-        del sys.modules[name]
-        if shadowed is not None:  # another file of that name, around this one
-            sys.modules[name] = shadowed
+        top = name.partition(".")[0]
+        for imported in [n for n in sys.modules if n.partition(".")[0] == top]:
+            del sys.modules[imported]
+            if imported in shadowed:  # another file of that name, around this one
+                sys.modules[imported] = shadowed[imported]
         sys.path[:] = before
 
 
@@ -182,6 +228,16 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
+_ON_DEVICE = "; it runs on a device alone: call the kernel with CPU tensors or NumPy arrays"
+_ABSENT = {
+    "neuronxcc": "; NKI Beta, of neuronxcc, is another language than nki, which is simulated",
+    "torch_xla": _ON_DEVICE,
+    "torch_neuronx": _ON_DEVICE,
+    "jax_neuronx": _ON_DEVICE,
+}
+"""What to say of packages of the Neuron SDK that are not there."""
+
+
 @contextlib.contextmanager
 def reported(path: Path) -> Generator[None]:
     """Turn what the user's code raises into a KernelError of one line with its file and line."""
@@ -206,6 +262,8 @@ def reported(path: Path) -> Generator[None]:
             what = "an error that has no text"
         if isinstance(error, AssertionError) and not what:
             what = linecache.getline(str(path), line).strip()
+        if isinstance(error, ModuleNotFoundError):
+            what += _ABSENT.get((error.name or "").partition(".")[0], "")
         raise KernelError(f"{type(error).__name__}: {what}{where}") from error
 
 

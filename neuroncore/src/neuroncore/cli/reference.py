@@ -60,6 +60,15 @@ def expect(place: FunctionPath, arguments: dict[str, Any]) -> Expected:
     return Expected(place, results[0], results[1])
 
 
+def inputs_of(place: FunctionPath) -> dict[str, Any]:
+    """The arguments of a kernel, by parameter, that a function returns."""
+    with reported(place.path), module(place.path) as found:
+        values = function_of(found, place)()
+    if not isinstance(values, dict):
+        raise KernelError(f"{place} must return a dict of arguments; it returns {values!r:.40}")
+    return values
+
+
 def _cast(value: Any, dtype: Any) -> Any:
     """Floats in another dtype; other tensors and values as they are, copied."""
     if not isinstance(value, np.ndarray):

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Generator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,9 @@ is modelled. The command imports FILE.py and calls KERNEL in it: it runs the cod
 `python FILE.py` would. `import nki` in it finds the simulator."""
 _ARGUMENT = """\
 a parameter of the kernel: DTYPE[SHAPE] makes a random tensor (x=bf16[1024,8192]; without values
-under --trace-only), FILE.npy or FILE.safetensors:NAME reads one (DTYPE[FILE.npy] converts it),
-anything else is a compile-time value: a number, true, false, none, a tuple or a text"""
+under --trace-only), FILE.npy, FILE.npz:NAME or FILE.safetensors:NAME reads one (DTYPE[FILE.npy]
+converts it), anything else is a compile-time value: a number, true, false, none, a tuple or a text.
+FILE.npz alone gives all that it holds, FILE.py:FUNCTION those of the dict that it returns"""
 
 
 def add(commands: Any) -> None:
@@ -41,120 +42,81 @@ def add(commands: Any) -> None:
         "kernels",
         nargs="+",
         metavar="FILE.py:KERNEL",
-        help="file and function; its code runs on this machine",
-    )
-    command.add_argument(
-        "--arg", action="append", default=[], metavar="NAME=VALUE", dest="arguments", help=_ARGUMENT
+        help="file, or module of a package, and function; its code runs on this machine",
     )
     many = command.add_mutually_exclusive_group()
-    many.add_argument(
-        "--compare",
-        action="store_true",
-        help="compare several kernels, each with the --arg that it takes; ratios are to the first",
-    )
-    many.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="NAME=V,V,...",
-        dest="sweeps",
-        help="run once for each value of a parameter, or of a constant of the file; given more "
-        "than once, for each combination",
-    )
-    command.add_argument(
-        "--target", help="trn1, trn2 or trn3 (default: of this machine, else trn2)"
-    )
-    command.add_argument(
-        "--lnc", type=int, choices=(1, 2), help="cores (default: the kernel's own)"
-    )
-    command.add_argument(
-        "--cost-model",
-        choices=MODELS,
-        default="calibrated",
-        help="matmul issue overhead: measured (default), none, or only where the "
-        "stationary operand changes",
-    )
-    command.add_argument(
-        "--dma-model",
-        choices=DMA_MODELS,
-        default=DMA_MODELS[0],
-        help="cost of small DMAs: a queue starts one per interval (default), or "
-        "short rows move slowly; the profile has the range of both",
-    )
-    command.add_argument(
-        "--assume",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="take the other end of what is not known, a name of the report's last section; may be "
-        "given more than once",
-    )
-    command.add_argument(
-        "--cores-busy",
-        type=int,
-        default=1,
-        metavar="N",
-        help="busy cores that share the chip's HBM (default 1)",
-    )
-    command.add_argument(
-        "--trace-only", action="store_true", help="compute no values: full sizes take seconds"
-    )
-    command.add_argument(
-        "--seed", type=int, default=0, help="seed of the random tensors (default 0)"
-    )
-    command.add_argument(
-        "--schedules",
-        type=int,
-        default=0,
-        metavar="N",
-        help="run it N times more, its cores in other orders; a value that changes is a race",
-    )
-    command.add_argument(
-        "--strict", action="store_true", help="exit with 1 if the kernel causes a warning"
-    )
-    budget = Budget()
-    for name, kind, what in (
-        ("instructions", int, f"(default {budget.instructions:,}, where the compiler gives up)"),
-        ("seconds", float, f"of its code (default {budget.seconds:g})"),
-        ("bytes", int, "of this machine's memory for values (default: all of it)"),
-    ):
-        command.add_argument(
-            f"--max-{name}",
-            type=kind,
-            default=getattr(budget, name),
-            metavar="N",
-            help=f"stop a kernel after this many {name} {what}",
-        )
-    command.add_argument(
-        "--reference",
-        metavar="FILE.py:FUNCTION",
-        help="compare the outputs with those of a NumPy function of the same arguments, in fp64",
-    )
-    command.add_argument(
-        "--save", type=Path, metavar="OUT", help="write the outputs: OUT.npy or OUT.safetensors"
-    )
-    command.add_argument(
-        "--summary",
-        type=Path,
-        metavar="OUT.json",
-        help="write the profile as neuron-explorer's summary-json, for `neuroncore compare`",
-    )
-    command.add_argument("--timeline", type=Path, metavar="OUT.html", help="write a timeline page")
-    command.add_argument("--perfetto", type=Path, metavar="OUT.json", help="write a Perfetto trace")
-    command.add_argument(
-        "--plot", type=Path, metavar="OUT.png", help="draw timeline and roofline (matplotlib)"
-    )
+    for options, to in (_ARGUMENTS, command), (_MANY, many), (_OPTIONS, command):
+        for name, settings, text in options:
+            to.add_argument(name, help=text, **settings)
+
+
+_OptionTable = tuple[tuple[str, dict[str, Any], str], ...]
+_LIST = {"action": "append", "default": []}
+_FLAG = {"action": "store_true"}
+_BUDGET = Budget()
+_JSON = {"type": Path, "metavar": "OUT.json"}
+_ARGUMENTS: _OptionTable = (
+    ("--arg", {**_LIST, "metavar": "NAME=VALUE", "dest": "arguments"}, _ARGUMENT),
+)
+_MANY: _OptionTable = (
+    ("--compare", _FLAG,
+     "compare several kernels, each with the --arg that it takes; ratios are to the first"),
+    ("--sweep", {**_LIST, "metavar": "NAME=V,V,...", "dest": "sweeps"},
+     "run once for each value of a parameter, or of a constant of the file; given more than once, "
+     "for each combination"),
+)  # fmt: skip
+_OPTIONS: _OptionTable = (
+    ("--target", {}, "trn1, trn2 or trn3 (default: of this machine, else trn2)"),
+    ("--lnc", {"type": int, "choices": (1, 2)}, "cores (default: the kernel's own)"),
+    ("--cost-model", {"choices": MODELS, "default": "calibrated"},
+     "matmul issue overhead: measured (default), none, or only where the stationary operand "
+     "changes"),
+    ("--dma-model", {"choices": DMA_MODELS, "default": DMA_MODELS[0]},
+     "cost of small DMAs: a queue starts one per interval (default), or short rows move slowly; "
+     "the profile has the range of both"),
+    ("--assume", {**_LIST, "metavar": "NAME"},
+     "take the other end of what is not known, a name of the report's last section; may be given "
+     "more than once"),
+    ("--cores-busy", {"type": int, "default": 1, "metavar": "N"},
+     "busy cores that share the chip's HBM (default 1)"),
+    ("--trace-only", _FLAG, "compute no values: full sizes take seconds"),
+    ("--seed", {"type": int, "default": 0}, "seed of the random tensors (default 0)"),
+    ("--schedules", {"type": int, "default": 0, "metavar": "N"},
+     "run it N times more, its cores in other orders; a value that changes is a race"),
+    ("--strict", _FLAG, "exit with 1 if the kernel causes a warning"),
+    ("--max-instructions", {"type": int, "default": _BUDGET.instructions, "metavar": "N"},
+     f"stop a kernel after this many instructions (default {_BUDGET.instructions:,}, where the "
+     "compiler gives up)"),
+    ("--max-seconds", {"type": float, "default": _BUDGET.seconds, "metavar": "N"},
+     f"stop a kernel after this many seconds of its code (default {_BUDGET.seconds:g})"),
+    ("--max-bytes", {"type": int, "default": _BUDGET.bytes, "metavar": "N"},
+     "stop a kernel after this many bytes of this machine's memory for values (default: all)"),
+    ("--reference", {"metavar": "FILE.py:FUNCTION"},
+     "compare the outputs with those of a NumPy function of the same arguments, in fp64"),
+    ("--save", {"type": Path, "metavar": "OUT"},
+     "write the outputs: OUT.npy or OUT.safetensors"),
+    ("--summary", _JSON,
+     "write the profile as neuron-explorer's summary-json, for `neuroncore compare`"),
+    ("--timeline", {"type": Path, "metavar": "OUT.html"}, "write a timeline page"),
+    ("--perfetto", _JSON, "write a Perfetto trace"),
+    ("--plot", {"type": Path, "metavar": "OUT.png"}, "draw timeline and roofline (matplotlib)"),
+)  # fmt: skip
 
 
 def _simulate(options: argparse.Namespace) -> Any:
     from neuroncore.cli import runs as kernel_runs
     from neuroncore.cli.arguments import read_sweep
     from neuroncore.cli.files import as_nki, contained, place_of
+    from neuroncore.cli.reference import inputs_of
 
     places = [place_of(text) for text in options.kernels]
     _check(options, len(places))
+    texts = options.arguments
+    inputs = [place_of(text, "FUNCTION") for text in texts if ":" in text and "=" not in text]
     launch = _launch(options)
     with contained(is_quiet=options.json), as_nki(), _awakened(options.max_seconds):
+        given = {name: value for each in inputs for name, value in inputs_of(each).items()}
+        launch = replace(launch, arguments={**given, **launch.arguments})
         if options.compare:
             document = kernel_runs.compare(places, launch)
             _warn(options, [w for kernel in document["kernels"] for w in kernel["warnings"]])
@@ -202,12 +164,13 @@ def _warn(options: argparse.Namespace, warnings: list[dict[str, Any]]) -> None:
 
 
 def _launch(options: argparse.Namespace) -> LaunchOptions:
-    from neuroncore.cli.arguments import read_argument
+    from neuroncore.cli.arguments import read_arguments
     from neuroncore.cli.files import place_of
     from neuroncore.cli.runs import LaunchOptions
     from neuroncore.kernel import RunSettings
 
-    arguments = [read_argument(text) for text in options.arguments]
+    texts = [text for text in options.arguments if "=" in text or ":" not in text]
+    arguments = [pair for text in texts for pair in read_arguments(text)]
     _once("--arg", [name for name, _ in arguments])
     _once("--sweep", [text.partition("=")[0] for text in options.sweeps])
     given_reference = options.reference is not None

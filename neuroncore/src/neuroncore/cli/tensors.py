@@ -7,6 +7,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -29,12 +30,12 @@ SUFFIXES = (".npy", ".safetensors")
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A tensor argument whose values are in a `.npy` or `.safetensors` file.
+    """A tensor argument whose values are in a `.npy`, `.npz` or `.safetensors` file.
 
     Attributes:
         name: the parameter.
         path: the file.
-        key: the tensor's name in a safetensors file; "" for the only one.
+        key: the tensor's name in a file of several; "" for the only one.
         dtype: to convert the values to; None keeps the file's.
     """
 
@@ -57,7 +58,7 @@ class TensorFile:
         return self._converted(array, self.dtype)
 
     def _header(self) -> tuple[tuple[int, ...], Any]:
-        if self.path.suffix == ".npy":
+        if self.path.suffix != ".safetensors":
             array = self._load(mmap_mode="r")
             return array.shape, array.dtype
         with self._opened() as (file, key):
@@ -65,7 +66,7 @@ class TensorFile:
             return tuple(view.get_shape()), view.get_dtype()
 
     def _array(self) -> np.ndarray:
-        if self.path.suffix == ".npy":
+        if self.path.suffix != ".safetensors":
             return self._load()
         with self._opened() as (file, key):
             name = file.get_slice(key).get_dtype()
@@ -84,10 +85,20 @@ class TensorFile:
             begin, end = json.loads(file.read(header_bytes))[key]["data_offsets"]
             return np.fromfile(file, np.uint8, end - begin, offset=begin)
 
+    def names(self) -> list[str]:
+        """The tensors of an .npz file."""
+        return list(self._read().files)
+
     def _load(self, **options: Any) -> np.ndarray:
+        read = self._read(**options)
+        return read[self._key_among(read.files)] if self.path.suffix == ".npz" else read
+
+    def _read(self, **options: Any) -> Any:
         try:
+            if self.path.suffix == ".npz":  # of a broken one, NumPy leaves the file open
+                return np.load(io.BytesIO(self.path.read_bytes()), allow_pickle=False)
             return np.load(self.path, allow_pickle=False, **options)
-        except (ValueError, EOFError) as error:
+        except (ValueError, EOFError, BadZipFile) as error:
             raise self._wrong(f"cannot be read: {error}") from error
 
     @contextlib.contextmanager
@@ -122,11 +133,11 @@ class TensorFile:
         if getattr(dtype, "kind", "") == "V":
             raise self._wrong(
                 "holds bytes without a dtype, as NumPy writes bfloat16; name it, such as "
-                f"--arg {self.name}=bf16[{self.path}]"
+                f"--arg {self.name}=bf16[{self._place()}]"
             )
         raise self._wrong(
             f"holds {dtype}, which the NeuronCore has not; name the dtype to convert to, such as "
-            f"--arg {self.name}=f32[{self.path}]"
+            f"--arg {self.name}=f32[{self._place()}]"
         )
 
     def _converted(self, array: np.ndarray, dtype: DType) -> np.ndarray:
@@ -148,6 +159,9 @@ class TensorFile:
         if converted is None or not np.array_equal(converted, array):
             raise self._wrong(f"holds {array.dtype} values that {dtype} does not have")
         return converted
+
+    def _place(self) -> str:
+        return ":".join(filter(None, (str(self.path), self.key)))
 
     def _wrong(self, what: str) -> ValueError:
         return ValueError(f"--arg {self.name}: {self.path} {what}")

@@ -1,0 +1,118 @@
+"""The simulator as the package `nki`: for a block, for a process, for pytest."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Generator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+from neuroncore import collectives, isa, typing
+from neuroncore import language as nl
+from neuroncore.core import running
+from neuroncore.dtypes import DType
+from neuroncore.kernel import Kernel, RunSettings, Simulation, jit, run, simulate
+
+
+class MeasuredKernel(Kernel):
+    """A kernel of `nki.benchmark` or `nki.profile`: each call prints its modelled time.
+
+    Attributes:
+        benchmark_result: its `nc_latency.get_latency_percentile(p)` is the modelled time in us, the
+            same for every p.
+    """
+
+    def __init__(self, kernel: Kernel, show: Callable[[str, Simulation], None]) -> None:
+        super().__init__(kernel.func, kernel.lnc, kernel.schedule)
+        self._show = show
+        self._latency = types.SimpleNamespace()
+        self.benchmark_result = types.SimpleNamespace(nc_latency=self._latency)
+
+    def __getitem__(self, lnc: int) -> MeasuredKernel:
+        one = copy.copy(self)  # its result is this one's, too
+        one.lnc = super().__getitem__(lnc).lnc
+        return one
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it, print its modelled time and return its outputs."""
+        if running() is not None:
+            return self.func(*args, **kwargs)
+        done = run(self, args, kwargs, RunSettings())
+        self._latency.get_latency_percentile = lambda percentile: done.profile.time_ms * 1e3
+        self._show(self.func.__name__, done)
+        return done.outputs
+
+
+def _measured(show: Any, kernel: Any = None, **options: Any) -> Any:
+    """A decorator, bare or called with options of a device, which have no effect."""
+    if kernel is None:
+        return functools.partial(_measured, functools.partial(show, **options))
+    return MeasuredKernel(kernel if isinstance(kernel, Kernel) else Kernel(kernel), show)
+
+
+def _benchmark(name: str, done: Simulation, **_: Any) -> None:
+    profile = done.profile
+    time, low, high = (1e3 * ms for ms in (profile.time_ms, *profile.time_range_ms))
+    print(f"nki.benchmark: {name} takes {time:.2f} us (modelled; range {low:.2f} to {high:.2f})")
+
+
+def _profile(name: str, done: Simulation, working_directory: Any = None, **_: Any) -> None:
+    print(f"nki.profile: every time is modelled\n{done.profile}")
+    if working_directory is not None:
+        folder = Path(working_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        done.profile.save_timeline(folder / f"{name}.html")
+
+
+@functools.cache
+def _modules() -> dict[str, types.ModuleType]:
+    package = importlib.util.module_from_spec(ModuleSpec("nki", None, is_package=True))
+    package.__doc__ = "The simulated NeuronCore, under the name of the real package."
+    parts = {"language": nl, "isa": isa, "typing": typing, "collectives": collectives}
+    vars(package).update(
+        parts,
+        jit=jit,
+        simulate=simulate,
+        benchmark=functools.partial(_measured, _benchmark),
+        profile=functools.partial(_measured, _profile),
+        dtype=DType,
+    )
+    modules = {"nki": package, **{f"nki.{name}": part for name, part in parts.items()}}
+    return {**modules, "nki.isa.constants": isa.constants}
+
+
+def install() -> types.ModuleType:
+    """Make `import nki` find this simulator from now on; a second call changes nothing.
+
+    Raises RuntimeError where a real `nki` is installed or imported: it is not to be shadowed.
+    """
+    package = _modules()["nki"]
+    if sys.modules.get("nki") is not package:
+        if "nki" in sys.modules or importlib.util.find_spec("nki") is not None:
+            raise RuntimeError(
+                "as_nki: the package nki is installed; use it, or uninstall it to simulate"
+            )
+        sys.modules.update(_modules())
+    return package
+
+
+@contextlib.contextmanager
+def as_nki() -> Generator[types.ModuleType]:
+    """`install` while the block runs, so that published kernels import this simulator.
+
+    Raises RuntimeError where a real `nki` is installed or imported.
+    """
+    was_installed = sys.modules.get("nki") is _modules()["nki"]
+    package = install()
+    try:
+        yield package
+    finally:
+        if not was_installed:
+            for name in _modules():
+                sys.modules.pop(name, None)
