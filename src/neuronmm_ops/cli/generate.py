@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
     )
     command.add_argument(
         "--draft",
-        metavar="DIR",
+        metavar="DRAFT",
         help="a smaller model that proposes tokens; timed with it and without",
     )
     command.add_argument(
