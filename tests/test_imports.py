@@ -23,6 +23,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # import in this order.
 LAYERS = (
     *("__main__", "cli", "device", "demo", "draft", "reproduce", "doctor", "integrations"),
+    "engines",
     *("precompile", "measure", "estimate", "hf", "recover", "eval"),
     *("output", "manifest", "checkpoint", "compress", "parallel", "nn", "ops", "plan", "kernels"),
     *("models", "rank", "progress", "processes", "files", "errors", "extras"),
@@ -96,7 +97,7 @@ def test_packages_are_known_to_few():
     others = [path for path in MODULES if layer_of(path) not in USES_TRANSFORMERS]
     transformers = {"transformers", "accelerate", "tokenizers", "peft"}
     assert [path for path in others if packages_of(path) & transformers] == []
-    engines = [path for path in in_layers("integrations") if path.parent.name != "integrations"]
+    engines = [path for path in in_layers("engines") if path.parent.name != "engines"]
     others = [path for path in MODULES if path not in engines]
     assert [path for path in others if packages_of(path) & set(ENGINES)] == []
     # Backends are imported when an op is called.

@@ -16,7 +16,7 @@ from transformers.utils import hub
 
 from neuronmm_ops import CheckpointError, SVDConfig, compress_, hf
 from neuronmm_ops.checkpoint import read_headers
-from neuronmm_ops.integrations.nxdi import export
+from neuronmm_ops.engines.nxdi import export
 from neuronmm_ops.manifest import (
     MANIFEST,
     Origin,

@@ -52,7 +52,7 @@ def test_contents(wheel):
     assert {str(file.relative_to(ROOT / "src")) for file in shipped} <= set(names)
     assert sum(file.stat().st_size for file in shipped) < 3_000_000, "a clone should stay small"
     assert any(name.endswith("licenses/src/neuronmm_ops/demo/LICENSE-PYTHON.txt") for name in names)
-    files = (ROOT / "src" / "neuronmm_ops" / "integrations").rglob("*.py")
+    files = (ROOT / "src" / "neuronmm_ops" / "engines").rglob("*.py")
     assert {str(file.relative_to(ROOT / "src")) for file in files} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert all(name.split("/")[0].startswith("neuronmm_ops") for name in names)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from neuroncore.hardware import TARGET_VARIABLE
+from neuronmm_ops.engines.installed import engines
 from neuronmm_ops.errors import NkiVersionError
 from neuronmm_ops.extras import version_of
-from neuronmm_ops.integrations.installed import engines
 from neuronmm_ops.ops.backends.cpu import multiplies_fast, name_of
 from neuronmm_ops.ops.backends.environment import (
     INSTALL,

@@ -15,7 +15,7 @@ def test_what_compress_wrote_is_exported(small, tmp_path, run):
     command = ("export", "nxdi", small, "-o", tmp_path / "out", "--tp", 2)
     document = run(*command, "--json").document()
     assert document["tp"] == 2
-    assert document["command"].startswith("python -m neuronmm_ops.integrations.nxdi --model-type")
+    assert document["command"].startswith("python -m neuronmm_ops.engines.nxdi --model-type")
     exported, source = inspect_checkpoint(tmp_path / "out"), inspect_checkpoint(small)
     assert [layer.r for layer in exported.layers] == [layer.r for layer in source.layers]
 

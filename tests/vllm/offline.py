@@ -112,10 +112,10 @@ def main(given: str, results: str) -> None:
 
     if not asked["check_headers"]:
         load_general_plugins()
-        from neuronmm_ops.integrations.vllm.config import VllmNeuronMMConfig
+        from neuronmm_ops.engines.vllm.config import VllmNeuronMMConfig
 
         VllmNeuronMMConfig.maybe_update_config = lambda *args, **options: None
-    from neuronmm_ops.integrations.vllm import packing
+    from neuronmm_ops.engines.vllm import packing
 
     found: dict[str, Any] = {}
     engines = {}

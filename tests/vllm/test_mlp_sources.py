@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import vllm.model_executor.models as models
 
-from neuronmm_ops.integrations.vllm.mlp import GATED_MLPS
+from neuronmm_ops.engines.vllm.mlp import GATED_MLPS
 
 FORWARD = """
 x, _ = self.gate_up_proj(x)

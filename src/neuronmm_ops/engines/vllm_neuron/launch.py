@@ -1,0 +1,156 @@
+"""How the ops are called in the engine's graphs: as nodes of its NKI wrapper.
+
+The engine's compiler takes Dynamo's graph as it is and lowers the wrapper's nodes; an op of another
+library would be a node that it does not know, and its cache would not see our kernels' source. So
+the wrapper is called in Python while Dynamo traces, and only planning is hidden from it.
+"""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from neuroncore.hardware import TARGET_VARIABLE
+from neuronmm_ops.engines.vllm_neuron.engine import kernel_wrapper
+from neuronmm_ops.errors import NkiVersionError
+from neuronmm_ops.kernels import kernel_named
+from neuronmm_ops.ops.backends.environment import (
+    INSTALL,
+    core,
+    nki_release,
+    why_not_compilable,
+)
+from neuronmm_ops.ops.backends.launch import launch_here
+from neuronmm_ops.ops.definitions import SPECS
+from neuronmm_ops.ops.spec import OpSpec
+
+OPS = ("xw", "mlp", "svd_mlp")
+
+
+class PlannedLaunch(NamedTuple):
+    """One launch: how many tokens, by which kernel, with which compile-time arguments."""
+
+    tokens: int
+    kernel: str
+    names: tuple[str, ...]
+    values: tuple[int | bool | str | float, ...]
+
+
+class Kernels:
+    """Runs ops: by NKI kernels where the engine would run its own, else in plain torch.
+
+    Args:
+        can_run: the engine's `can_run_kernel`.
+
+    Raises:
+        ImportError: kernels are to run, and nki or `wrap_nki` is not installed.
+        NkiVersionError: they cannot compile with the installed nki.
+        RuntimeError: which NeuronCore this machine has is not known.
+    """
+
+    def __init__(self, can_run: Callable[[Tensor | str], bool]) -> None:
+        self.can_run = can_run
+        _fill_caches()
+        self.callers = _callers() if can_run("neuron") else {}
+
+    def run(self, op: str, *tensors: Tensor | None) -> Tensor:
+        """Return the op `[M, N]` of x `[M, K]` and its other operands; its choices are defaults."""
+        spec, x = SPECS[op], tensors[0]
+        assert x is not None
+        if not self.can_run(x):
+            result: Any = spec.reference(*tensors)
+            return result
+        # A bucket's size may be a symbol by now; Python needs it as a number: a graph a bucket.
+        tokens = len(range(x.shape[0]))
+        given = [(tensor, place in spec.activations) for place, tensor in enumerate(tensors)]
+        widths = tuple([t.shape[1] if is_x and t is not None else None for t, is_x in given])
+        shapes = tuple(
+            [None if is_x or t is None else (t.shape[0], t.shape[1]) for t, is_x in given]
+        )
+        missing = (None,) * (len(spec.tensors) - len(tensors))
+        parts = planned(op, tokens, widths, shapes, x.dtype)
+        results: list[Tensor] = []
+        start = 0
+        for part in parts:
+            own = slice(start, start + part.tokens)
+            operands = [
+                (t if len(parts) == 1 else t[own]).contiguous() if is_x and t is not None else t
+                for t, is_x in given
+            ]
+            arguments = dict(zip(part.names, part.values, strict=True))
+            results.append(self.callers[part.kernel](*operands, *missing, **arguments))
+            start = own.stop
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+
+@torch.compiler.assume_constant_result
+def planned(
+    op: str,
+    tokens: int,
+    widths: tuple[int | None, ...],
+    shapes: tuple[tuple[int, int] | None, ...],
+    dtype: torch.dtype,
+) -> tuple[PlannedLaunch, ...]:
+    """The launches of an op on so many tokens.
+
+    Args:
+        op: its name.
+        tokens: M.
+        widths: columns of each of the first operands that is an activation `[M, K]`, else None.
+        shapes: of each that is a matrix of weights, else None.
+        dtype: of all.
+    """
+    spec = SPECS[op]
+    sizes = [
+        (tokens, width) if width is not None else shape
+        for width, shape in zip(widths, shapes, strict=True)
+    ]
+    known = [None if s is None else torch.empty(s, dtype=dtype, device="meta") for s in sizes]
+    tensors = (*known, *(None,) * (len(spec.tensors) - len(known)))
+    launch = launch_here(spec, tensors, spec.defaults)
+    assert launch is not None, "the engine's buckets are not empty"
+    parts = launch.plan.launches
+    launches = [launch.part(size) for size in parts] if len(parts) > 1 else [launch]
+    return tuple(
+        [
+            PlannedLaunch(size, it.plan.kernel, tuple(it.arguments), tuple(it.arguments.values()))
+            for size, it in zip(parts, launches, strict=True)
+        ]
+    )
+
+
+def _fill_caches() -> None:
+    """Ask for what a spec finds when it is first asked: Dynamo cannot trace the lock there."""
+    for op in OPS:
+        for name, member in vars(OpSpec).items():
+            if isinstance(member, cached_property):
+                getattr(SPECS[op], name)
+
+
+def _callers() -> dict[str, Callable[..., Any]]:
+    """Every kernel in the engine's wrapper, by name, before the first graph is traced.
+
+    The wrapper takes the kernel and is given the grid: a kernel that has its grid loses it there.
+    """
+    wrap_nki = kernel_wrapper()
+    if wrap_nki is None or nki_release() is None:
+        raise ImportError(
+            "vLLM-Neuron's kernels need nki and wrap_nki of libtorch_neuronx_lite, torch_neuronx "
+            f"or vllm_neuron, one is not found; {INSTALL}"
+        )
+    problem = why_not_compilable()
+    if problem:
+        raise NkiVersionError(problem)
+    chosen = core()
+    if not chosen.known:
+        raise RuntimeError(
+            "an NKI kernel is planned for one NeuronCore, found no Neuron instance type; "
+            f"set {TARGET_VARIABLE}"
+        )
+    return {
+        name: wrap_nki(kernel_named(op, name))[(chosen.lnc,)]
+        for op in OPS
+        for name in (op, f"{op}_decode")
+    }

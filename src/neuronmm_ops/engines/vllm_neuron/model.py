@@ -1,0 +1,175 @@
+"""The engine's own model with low-rank layers in place of those that the checkpoint has.
+
+Queries, keys and values are multiplied out on loading: the engine's decode kernel makes them of one
+dense matrix, inside of attention. All other layers stay low rank.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuronmm_ops.checkpoint import TensorHeader
+from neuronmm_ops.compress.report import LayerReport
+from neuronmm_ops.engines.vllm_neuron.engine import GroupCoordinator, Slice, set_loader
+from neuronmm_ops.engines.vllm_neuron.launch import Kernels
+from neuronmm_ops.engines.vllm_neuron.layers import LowRankMLP, expand
+from neuronmm_ops.engines.vllm_neuron.weights import Files, divided, parameter
+from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.ops.backends.launch import DTYPE_NAMES
+from neuronmm_ops.parallel.sharding import pair_dims, part, part_width
+
+MLP = ("gate_proj", "up_proj", "down_proj")
+QKV = ("q_proj", "k_proj", "v_proj")
+OUTPUT = "o_proj"
+_LAYER = re.compile(r"model\.layers\.\d+\.(?:mlp\.(?:gate|up|down)|self_attn\.[qkvo])_proj")
+"""The layers that this file puts in; the engine's names are those of Transformers."""
+_EVEN = 2
+"""The engine's output kernel divides its columns between the cores of a logical one."""
+Layers = Mapping[str, LayerReport]
+
+
+class LowRankOutput(nn.Module):
+    """The second factor of attention's output; the first is attention's own `o_proj_weight`."""
+
+    def __init__(
+        self,
+        layer: LayerReport,
+        r: int,
+        group: GroupCoordinator,
+        kernels: Kernels,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.N, self.group, self.kernels = layer.N, group, kernels
+        self.v = divided((r, layer.N), pair_dims("row", "both")["v"], group.world_size, dtype)
+
+    def forward(self, h: Tensor, is_prefill: bool) -> Tensor:
+        """Map the summed `[M, r]` to `[M, N]`."""
+        return expand(self.kernels, self.group, h, self.v, self.N, is_prefill)
+
+
+def put_low_rank_(
+    model: nn.Module,
+    layers: Layers,
+    headers: Mapping[str, TensorHeader],
+    group: GroupCoordinator,
+    kernels: Kernels,
+) -> None:
+    """Put low-rank layers in place of the dense ones of an engine's model, before it is loaded.
+
+    Args:
+        model: as the engine's factory makes it: `model.layers[i]` with `self_attn`, `mlp`.
+        layers: the checkpoint's record, by name; those it does not list are dense.
+        headers: of the checkpoint's tensors.
+        group: the ranks.
+        kernels: run the products.
+
+    Raises:
+        CheckpointError: a low-rank layer is none that the engine's blocks have, or has a bias.
+        ValueError: the ranks do not divide a layer that stays dense, or the model's dtype is none
+            of a NeuronCore's.
+    """
+    for layer in layers.values():
+        if layer.r is not None and not _LAYER.fullmatch(layer.name):
+            raise CheckpointError(
+                f"{layer.name} must be dense in vLLM-Neuron, got r = {layer.r}; low rank is served "
+                "in attention and the MLP of a decoder block"
+            )
+        if layer.r is not None and f"{layer.name}.bias" in headers:
+            raise CheckpointError(
+                f"{layer.name} must have no bias in vLLM-Neuron, the file has {layer.name}.bias"
+            )
+    blocks: Any = model.get_submodule("model.layers")
+    dtype = blocks[0].self_attn.qkv_proj_weight.dtype
+    if dtype not in DTYPE_NAMES:
+        raise ValueError(
+            f"dtype must be bfloat16, float16 or float32 in vLLM-Neuron, got {dtype}; change "
+            "dtype in config.json"
+        )
+    for index, block in enumerate(blocks):
+        at = _Block(f"model.layers.{index}", layers, headers)
+        mlp = [at.layer(f"mlp.{name}") for name in MLP]
+        if any(layer.r is not None for layer in mlp):
+            block.mlp = LowRankMLP(mlp[0], mlp[1], mlp[2], group, kernels, dtype)
+        else:
+            # The engine's own MLP would drop the columns that are left.
+            part(mlp[0].N, 0, group.world_size, "intermediate_size of a dense MLP")
+        qkv = [at.layer(f"self_attn.{name}") for name in QKV]
+        if any(layer.r is not None for layer in qkv):
+            _multiply_out(block.self_attn, qkv, at.files, group.world_size)
+        output = at.layer(f"self_attn.{OUTPUT}")
+        if output.r is not None:
+            metadata = f"layers.{index}.self_attn"
+            _divide_output(block.self_attn, metadata, output, at.files, group, kernels, dtype)
+
+
+class _Block:
+    """The layers of a decoder block."""
+
+    def __init__(self, name: str, layers: Layers, headers: Mapping[str, TensorHeader]) -> None:
+        self.name, self.layers, self.headers = name, layers, headers
+        self.files = Files(headers)
+
+    def layer(self, name: str) -> LayerReport:
+        """The record of a layer, or what the file's header says of a dense one."""
+        full = f"{self.name}.{name}"
+        found = self.layers.get(full)
+        if found is not None:
+            return found
+        header = self.headers.get(f"{full}.weight")
+        if header is None or len(header.shape) != 2:
+            raise CheckpointError(
+                f"{full}.weight must be a matrix, the file has "
+                f"{'none' if header is None else list(header.shape)}; copy the checkpoint again"
+            )
+        N, K = header.shape
+        return LayerReport(full, K, N, None, True, None, None, 0, 0)
+
+
+def _multiply_out(attention: Any, layers: list[LayerReport], files: Files, tp: int) -> None:
+    """Have the fused queries, keys and values made of the factors when they are loaded."""
+    queries, keys, _ = layers
+    # Ranks that are more than the key/value heads share one.
+    sharing = max(1, tp // (keys.N // attention.head_dim))
+    dtype = attention.qkv_proj_weight.dtype
+
+    def read(slices: list[Slice], rank: int) -> Tensor:
+        q = part(queries.N, rank, tp, f"columns of {queries.name}")
+        kv = part(keys.N, rank // sharing, tp // sharing, f"columns of {keys.name}")
+        pairs = zip(layers, (q, kv, kv), strict=True)
+        return torch.cat([files.columns(layer, own) for layer, own in pairs], dim=1).to(dtype)
+
+    set_loader(attention.qkv_proj_weight, read)
+
+
+def _divide_output(
+    attention: Any,
+    metadata: str,
+    layer: LayerReport,
+    files: Files,
+    group: GroupCoordinator,
+    kernels: Kernels,
+    dtype: torch.dtype,
+) -> None:
+    """Have attention end with the first factor, and multiply by the second after its reduction."""
+    assert layer.r is not None
+    tp, dims = group.world_size, pair_dims("row", "both")
+    assert dims["u"] is not None
+    width = _EVEN * part_width(layer.r, _EVEN)
+    size, u_dim = (part_width(layer.K, tp), width), dims["u"]
+
+    def read(slices: list[Slice], rank: int) -> Tensor:
+        return files.part(f"{layer.name}.u", u_dim, rank, tp, size)
+
+    attention.o_proj_weight = parameter(size, dtype, read)
+    attention.o_proj = LowRankOutput(layer, width, group, kernels, dtype)
+
+    def expand_output(module: Any, args: Any, kwargs: dict[str, Any], h: Tensor) -> Tensor:
+        own = kwargs["attn_metadata"][metadata]
+        is_prefill = own["max_query_len"] > own["decode_token_threshold"]
+        return module.o_proj(h, is_prefill)
+
+    attention.register_forward_hook(expand_output, with_kwargs=True)

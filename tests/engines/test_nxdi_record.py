@@ -1,0 +1,158 @@
+"""Options of NxD Inference that do not go with low-rank layers are refused, a line each."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from nxdi_checkpoints import make
+from nxdi_stand_ins import InferenceConfig, NeuronConfig
+
+from neuronmm_ops.compress.record import record_of
+from neuronmm_ops.compress.report import CompressionReport, LayerReport
+from neuronmm_ops.engines.nxdi.record import (
+    OptionError,
+    check_options,
+    divide_of,
+    low_rank_layers,
+)
+from neuronmm_ops.errors import CheckpointError
+
+ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
+MLP = tuple(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
+
+
+def config(*names: str, fields: dict[str, Any] | None = None, **options: Any) -> Any:
+    """A config whose record lists those layers of layer 0."""
+    layers = tuple(
+        LayerReport(f"model.layers.0.{name}", 64, 64, 24, False, None, None, 1, 1)
+        for name in names or (*ATTENTION, *MLP)
+    )
+    record = record_of(CompressionReport(None, layers, None, {}))
+    known = {"quantization_config": record, "intermediate_size": 176, **(fields or {})}
+    known = {"num_attention_heads": 6, "num_key_value_heads": 6, **known}
+    return InferenceConfig(NeuronConfig(**options), **known)
+
+
+def heads(heads: int, kv_heads: int) -> dict[str, Any]:
+    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+
+
+def rope(theta: float | None, scaling: str) -> dict[str, Any]:
+    parameters = {"rope_theta": 5000.0, "rope_type": scaling}
+    return {"rope_parameters": parameters, "rope_theta": theta}
+
+
+def lora(*modules: str) -> dict[str, Any]:
+    return {"lora_config": SimpleNamespace(target_modules=list(modules) or None)}
+
+
+WINDOW, BIAS = {"sliding_window": 4096}, {"mlp_bias": True}
+SEQUENCE = {"sequence_parallel_enabled": True, "tp_degree": 8}
+OPTIONS = [
+    (ATTENTION, "qkv_kernel_enabled", True),
+    (ATTENTION, "qkv_nki_kernel_enabled", True),
+    (ATTENTION, "qkv_kernel_fuse_residual_add", True),
+    (ATTENTION[3:], "out_proj_kernel_enabled", True),
+    (ATTENTION[:1], "attn_block_tkg_nki_kernel_enabled", True),
+    (MLP, "mlp_kernel_enabled", True),
+    (MLP[2:], "quantized_mlp_kernel_enabled", True),
+    (MLP, "quantized", True),
+    (MLP, "activation_quantization_type", "dynamic"),
+    (MLP, "cp_degree", 2),
+    (MLP, "mlp_cp_degree", 2),
+    (MLP, "attention_dp_degree", 2),
+    (MLP, "is_eagle_draft", True),
+    (MLP, "padded_hidden_size", 128),
+    (ATTENTION[:2], "fused_qkv", True),
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "fields", "options", "words"),
+    [
+        # The rule, what was seen, and the remedy.
+        *(
+            (names, {}, {option: value}, f"{option}.*, got .*; ")
+            for names, option, value in OPTIONS
+        ),
+        ((), {}, SEQUENCE, r"needs neuronmm_divide = one, got both; .*--divide one"),
+        ((), WINDOW, {"seq_len": 512}, r"must be over 512 .* got 512 and sliding_windo"),
+        (MLP, {}, lora("q_proj", "down_proj"), "got target_modules with down_proj; "),
+        ((), BIAS, {"tp_degree": 3}, r"must divide intermediate_size .* got 3 and 176; "),
+        ((), heads(6, 3), {"tp_degree": 2}, r"or be a multiple of them, got 3 and tp = 2; use"),
+        *(
+            ((), rope(*given), {}, "run: neuronmm export nxdi DIR -o OUT")
+            for given in ((10000.0, "default"), (None, "default"), (5000.0, "llama3"))
+        ),
+    ],
+)
+def test_what_does_not_go_with_low_rank_layers_is_refused(names, fields, options, words):
+    with pytest.raises(OptionError, match=words) as refused:
+        check_options(config(*names, fields=fields, **options))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "fields", "options"),
+    [
+        *((names, {}, {}) for names in {names: None for names, _, _ in OPTIONS}),
+        # Kernels of what stays dense, and of dense models.
+        (MLP, {}, {"qkv_kernel_enabled": True, "out_proj_kernel_enabled": True}),
+        (ATTENTION, {}, {"mlp_kernel_enabled": True}),
+        ((), {"quantization_config": None}, {"mlp_kernel_enabled": True, "cp_degree": 2}),
+        ((), {"neuronmm_divide": "one"}, SEQUENCE),
+        ((), WINDOW, {"seq_len": 1024}),
+        ((), WINDOW, {"on_cpu": True}),
+        ((), {"sliding_window": None}, {}),
+        (ATTENTION[1:], {}, lora("q_proj", "down_proj")),
+        (MLP, {}, lora()),
+        ((), BIAS, {"tp_degree": 4}),
+        *(
+            ((), heads(*sizes), {"tp_degree": tp})
+            for *sizes, tp in ((6, 2, 4), (6, 6, 4), (8, 8, 3), (8, 4, 2))
+        ),
+        # A config of Transformers 5 that means the same.
+        ((), rope(5000.0, "default"), {}),
+    ],
+)
+def test_what_goes_with_low_rank_layers_is_taken(names, fields, options):
+    check_options(config(*names, fields=fields, **options))
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens", "model.layers.0.mlp.fc1"])
+def test_a_low_rank_layer_that_is_no_projection_is_refused(name):
+    layer = LayerReport(name, 64, 260, 24, False, None, None, 1, 1)
+    record = record_of(CompressionReport(None, (layer,), None, {}))
+    with pytest.raises(CheckpointError, match=f"got {name}; compress again"):
+        low_rank_layers(config(fields={"quantization_config": record}))
+
+
+def test_what_is_dense_in_a_storage_is_to_be_exported():
+    name = "model.layers.0.mlp.up_proj"
+    layer = LayerReport(name, 64, 260, None, True, None, None, 1, 1, storage="int8")
+    record = record_of(CompressionReport(None, (layer,), None, {}))
+    with pytest.raises(CheckpointError, match=f"{name} is dense in int8.*export nxdi DIR"):
+        low_rank_layers(config(fields={"quantization_config": record}))
+
+
+def test_a_newer_format_is_refused():
+    record = {**config().quantization_config, "format_version": 2}
+    with pytest.raises(CheckpointError, match="format_version must be 1, got 2"):
+        check_options(config(fields={"quantization_config": record}))
+
+
+def test_dense_entries_and_other_quantizers_are_no_low_rank_layers(tmp_path):
+    assert low_rank_layers(config(fields={"quantization_config": {"quant_method": "fp8"}})) == {}
+    assert low_rank_layers(SimpleNamespace()) == {}
+    make(tmp_path / "made")
+    assert set(low_rank_layers(config())) == {f"layers.0.{name}" for name in (*ATTENTION, *MLP)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "tp", "divide"),
+    [({}, 1, "one"), ({}, 2, "both"), ({"neuronmm_divide": "one"}, 2, "one")],
+)
+def test_what_is_divided(fields, tp, divide):
+    assert divide_of(config(fields=fields, tp_degree=tp)) == divide
+    with pytest.raises(ValueError, match="must be one or both, got 'two'"):
+        divide_of(config(fields={"neuronmm_divide": "two"}, tp_degree=tp))
