@@ -97,8 +97,9 @@ test-xla: xla-env  ## lowering through torch_xla, on XLA's CPU client
 test-vllm: vllm-env  ## serving with vLLM on the CPU: offline, and by its server
 	PYTHONDONTWRITEBYTECODE= VLLM_CPU_KVCACHE_SPACE=1 $(VLLM_BIN)/pytest tests/vllm
 
-docs: env  ## build the documentation into site/
+docs: env  ## build both sites of the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet -f neuroncore/mkdocs.yml
 
 # Environments are removed before they are made: they ask the index each time, and take 2 GB each.
 # Bytecode is kept here, too.

@@ -19,11 +19,13 @@ import neuroncore.cli
 from neuronmm_ops.cli import main
 
 ROOT = Path(__file__).parents[1]
-PAGES = [
-    ROOT / "README.md",
+OURS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SIMULATORS = [
     ROOT / "neuroncore" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "neuroncore" / "docs").glob("*.md")),
 ]
+"""Of neuroncore, whose tests run them."""
+PAGES = [*OURS, *SIMULATORS]
 DOCUMENTS = [*PAGES, ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md"]
 MAINS = {"neuronmm": main, "neuroncore": neuroncore.cli.main}
 TEXT = "The quick brown fox jumps over the lazy dog. 0123456789\n" * 400
@@ -45,7 +47,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", OURS, ids=lambda page: page.name)
 def test_python_blocks(page, workplace):
     check_md_file(page, memory=True)
 
@@ -168,10 +170,31 @@ def test_a_typed_table_of_numbers_is_found(row):
 
 
 def test_the_documentation_is_plain():
-    texts = {page.name: page.read_text() for page in (ROOT / "docs").glob("*.md")}
+    texts = {page.name: page.read_text() for page in PAGES}
     prose = {name: re.sub(r"```.*?```", "", text, flags=re.DOTALL) for name, text in texts.items()}
     words = re.compile(r"\b(so-manieth|likewise|beside|besides|wherefore|thereof)\b", re.IGNORECASE)
     assert {name: words.findall(text) for name, text in prose.items() if words.search(text)} == {}
+
+
+LINK = re.compile(r"\]\(([\w./-]*\.md)?(?:#([\w-]+))?\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as mkdocs and GitHub make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {
+        re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: f"{page.parent.name}-{page.name}")
+def test_links_lead_to_a_page_and_its_heading(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for path, anchor in LINK.findall(text):
+        target = page.parent / path if path else page
+        assert target.is_file(), path
+        assert not anchor or anchor in anchors(target), (path, anchor)
 
 
 def test_make_help_lists_every_target():

@@ -95,7 +95,11 @@ def test_a_release_is_described():
 
 def test_pages_install_from_where_the_packages_are():
     """Neither is on an index: a first command takes both from the address, or from a clone."""
-    pages = [ROOT / "README.md", ROOT / "neuroncore" / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "neuroncore").rglob("*.md"),
+    ]
     text = "".join(path.read_text() for path in pages).replace("\\\n", " ")
     lines = re.findall(r"pip install ([^`\n]*)", text)
     words = [shlex.split(line, comments=True) for line in lines]

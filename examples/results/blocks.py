@@ -14,7 +14,6 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"results": lambda: block("docs/")},
     "docs/cli.md": argument_lists(),
     "docs/index.md": {"results": lambda: block("")},
-    "docs/neuroncore.md": {"published": published},
     "docs/tensor-parallel.md": {"traffic": traffic_of_ranks},
     "docs/whole-model.md": {
         "whole": whole,
@@ -24,6 +23,8 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "divided": speedups,
     },
     "neuroncore/README.md": {"held-out": held_out},
+    "neuroncore/docs/index.md": {"held-out": held_out},
+    "neuroncore/docs/modelled.md": {"published": published},
 }
 """What fills each block of each page, by the names in its marks."""
 _BLOCK = re.compile(

@@ -22,6 +22,7 @@ from neuronmm_ops.models import SHAPES
 
 PHASES = ("prefill", "decode")
 SHOWN_RATIO = 0.2
+_NOT_KNOWN = "../neuroncore/docs/modelled.md#what-is-modelled"
 """Of the table of all models."""
 
 
@@ -62,7 +63,7 @@ def whole_models() -> list[str]:
         f"Modelled: one {first['target']} core per rank, batch {first['batch']}, a prompt of "
         f"{first['prompt']} tokens, then {first['new']} more; every launch traced on the simulated "
         "core. Speed-ups are over our best dense bf16 kernels (diamonds: dense in the storage), "
-        "with the range of [all that is not known](neuroncore.md#what-is-modelled). *Storage* is "
+        f"with the range of [all that is not known]({_NOT_KNOWN}). *Storage* is "
         "dense in one byte, *rank* low rank over that, both in decode; *as served* is decode "
         "[with the cost of launches](whole-model.md#bounds). [The gallery](gallery/index.md) has "
         "ratio 0.5.",
@@ -366,7 +367,7 @@ def clock() -> list[str]:
         "## How far the clock may be wrong",
         "Modelled: our kernels against NeuronMM's published ones at "
         f"{SHOWN}'s shape, ratio 0.2: between the [two DMA models]"
-        "(neuroncore.md#what-is-modelled), with the range of all that is not known.",
+        f"({_NOT_KNOWN}), with the range of all that is not known.",
         table(
             [
                 *("op [M, K], target", "speed-up, with what is not known"),
