@@ -146,7 +146,8 @@ class Boundary:
         problem = f"kernel output {storage.describe()}"
         if not storage.written and self.launch.uninitialised != "warn":
             refuse(f"{problem} was never written; store into it with dma_copy before returning it")
-        self.launch.undefined(f"{problem} is returned, and some of it was never written")
+        which = "some of it was never" if storage.written else "none of it was ever"
+        self.launch.undefined(f"{problem} is returned, and {which} written")
 
     def _output(self, t: NkiTensor) -> Any:
         if not self.launch.execute:

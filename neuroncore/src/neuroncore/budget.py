@@ -13,7 +13,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from neuroncore.checks.base import PACKAGE, NkiValidationError
+from neuroncore.checks.base import PACKAGE, NkiValidationError, placed
 
 if TYPE_CHECKING:
     from neuroncore.core import KernelRun
@@ -74,7 +74,7 @@ def within(budget: Budget, launch: KernelRun) -> Generator[None]:
         watch.stop()  # the exception may have come inside the first call
         if not watch.problem:  # Ctrl-C
             raise
-        raise NkiValidationError(f"{watch.problem}{_place(stopped)}") from None
+        raise _placed(watch.problem, stopped) from None
 
 
 class _Watch(threading.Thread):
@@ -157,8 +157,8 @@ def _raise_in(thread: ctypes.c_ulong, kind: type[BaseException] | None) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, kind and ctypes.py_object(kind))
 
 
-def _place(stopped: BaseException) -> str:
-    """The kernel's innermost line on the way to an exception, or nothing."""
+def _placed(problem: str, stopped: BaseException) -> NkiValidationError:
+    """The problem at the kernel's innermost line on the way to an exception, if there is one."""
     import numpy as np  # not above: `neuroncore simulate --help` reads the bounds
 
     libraries = (PACKAGE, threading.__file__, *map(str, np.__path__))
@@ -167,4 +167,4 @@ def _place(stopped: BaseException) -> str:
         for frame, line in traceback.walk_tb(stopped.__traceback__)
         if not frame.f_code.co_filename.startswith(libraries)
     ]
-    return f" [{os.path.basename(frames[-1][0])}:{frames[-1][1]}]" if frames else ""
+    return placed(problem, *frames[-1]) if frames else NkiValidationError(problem)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from neuroncore.boundary import is_torch, torch_array
-from neuroncore.checks.base import refuse
+from neuroncore.checks.base import placed
 from neuroncore.checks.races import races
 
 if TYPE_CHECKING:
@@ -34,9 +34,11 @@ def same_values(found: Simulation, other: Simulation, order: int) -> None:
         traces = [core.trace for core in launch.cores]
         starts = range(0, len(traces), 2) if launch.lnc == 2 else ()
         where = [race for i in starts for race in races(traces[i], traces[i + 1])]
-        refuse(
-            f"output {number} has other values in order {order} of the cores: a race; "
-            + (where[0] if where else "no two accesses to HBM were found that explain it")
+        unexplained = "no two accesses to HBM were found that explain it", ("", 0)
+        text, place = where[0] if where else unexplained
+        raise placed(
+            f"output {number} has other values in order {order} of the cores: a race; {text}",
+            *place,
         )
 
 

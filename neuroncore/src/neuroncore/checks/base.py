@@ -16,7 +16,13 @@ COMMAND = os.path.join(PACKAGE, "cli") + os.sep
 
 
 class NkiValidationError(Exception):
-    """A kernel breaks a rule of the NKI API or of the hardware."""
+    """A kernel breaks a rule of the NKI API or of the hardware.
+
+    Attributes:
+        place: file and line of the kernel that break it; None where no line does.
+    """
+
+    place: tuple[str, int] | None = None
 
 
 class NkiWarning(UserWarning):
@@ -39,8 +45,16 @@ def kernel_frame() -> FrameType:
 def refuse(text: str) -> NoReturn:
     """Raise an NkiValidationError that ends in the kernel's file and line."""
     frame = kernel_frame()
-    place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-    raise NkiValidationError(f"{text} [{place}]")
+    raise placed(text, frame.f_code.co_filename, frame.f_lineno)
+
+
+def placed(text: str, path: str, line: int) -> NkiValidationError:
+    """An error of a line, in which it ends; of a launch as a whole where that is the command's."""
+    if path.startswith(COMMAND):
+        return NkiValidationError(text)
+    error = NkiValidationError(f"{text} [{os.path.basename(path)}:{line}]")
+    error.place = path, line
+    return error
 
 
 def seen(value: object) -> str:
@@ -52,17 +66,16 @@ noted: set[tuple[str, int, str]] = set()
 """Where a run has warned of what, without the numbers of tensors: a loop warns once."""
 
 
-def note(text: str) -> None:
-    """Warn of what the compiler may refuse, at the kernel's file and line; once a run."""
+def note(text: str, place: tuple[str, int] | None = None) -> None:
+    """Warn of what the compiler may refuse, at a line or the kernel's own; once a run."""
     frame = kernel_frame()
-    key = (frame.f_code.co_filename, frame.f_lineno, re.sub(r"\d+", "", text))
+    path, line = place or (frame.f_code.co_filename, frame.f_lineno)
+    key = (path, line, re.sub(r"\d+", "", text))
     if key in noted:
         return
     noted.add(key)
     registry = frame.f_globals.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(
-        text, NkiWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry
-    )
+    warnings.warn_explicit(text, NkiWarning, path, line, registry=registry)
 
 
 _PARTS_OF_A_TILE = ("geometry", "index", "storage")
@@ -78,14 +91,14 @@ def wrong_call(error: TypeError | AttributeError) -> None:
     if not outside:
         return
     frame, line = outside[-1]
-    place = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+    path = frame.f_code.co_filename
     inside = frames[-1][0] is not frame
     if isinstance(error, AttributeError):
         if inside and error.name in _PARTS_OF_A_TILE:
             problem = f"an operand must be a tensor; got {seen(error.obj)}"
-            raise NkiValidationError(f"{problem} [{place}]") from error
+            raise placed(problem, path, line) from error
         return
     called = re.match(r"([\w.]+)\(\) (missing|got|takes) ", str(error))
     api = [vars(sys.modules[f"neuroncore.{m}"]) for m in ("isa", "language")]
     if not inside and called and any(called[1].partition(".")[0] in names for names in api):
-        raise NkiValidationError(f"{error} [{place}]") from error
+        raise placed(str(error), path, line) from error

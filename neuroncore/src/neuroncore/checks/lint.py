@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from neuroncore.checks.lint_rules import LINES, RULES, Line, LintError
 from neuroncore.checks.lint_scope import Checker
-from neuroncore.checks.lint_source import Definition, Sources, reached
+from neuroncore.checks.lint_source import Definition, FunctionNode, Sources, reached
 
-__all__ = ["LINES", "RULES", "Line", "LintError", "lint"]
+__all__ = ["LINES", "RULES", "Line", "LintError", "lint", "lint_file"]
 
 
 def lint(
@@ -31,8 +31,7 @@ def lint(
     if nki not in LINES:
         raise ValueError(f"nki must be one of {', '.join(LINES)}; got {nki!r}")
     if isinstance(kernel, (str, os.PathLike)):
-        sources = Sources(nki)
-        return _findings(sources, sources.read(os.fspath(kernel)).kernels())
+        return lint_file(os.fspath(kernel), nki)
     function = inspect.unwrap(getattr(kernel, "func", kernel))
     if not inspect.isfunction(function):
         name = type(kernel).__name__
@@ -46,6 +45,16 @@ def lint(
         problem = f"the source of {function.__name__} is not available"
         raise ValueError(f"{problem}; define it with def in a file") from None
     return _findings(sources, [(source, node)])
+
+
+def lint_file(path: str, nki: Line, name: str = "") -> list[LintError]:
+    """As `lint` of a file, in which the function of that name is a kernel, decorated or not."""
+    sources = Sources(nki)
+    source = sources.read(path)
+    kernels, named = source.kernels(), source.definitions.get(name)
+    if isinstance(named, FunctionNode) and (source, named) not in kernels:
+        kernels.append((source, named))
+    return _findings(sources, kernels)
 
 
 def _findings(sources: Sources, kernels: list[Definition]) -> list[LintError]:

@@ -33,17 +33,21 @@ class _Access(NamedTuple):
     writes: bool
 
 
-_Accesses = dict[tuple[Storage, int], dict[_Access, int]]
+Place = tuple[str, int]
+"""A file and a line of it."""
+_Accesses = dict[tuple[Storage, int], dict[_Access, Place]]
 
 
 def check_races(first: Trace, second: Trace) -> None:
     """Note what `races` finds."""
-    for race in races(first, second):
-        note(race)
+    for race, place in races(first, second):
+        note(race, place)
 
 
-def races(first: Trace, second: Trace) -> Iterator[str]:
+def races(first: Trace, second: Trace) -> Iterator[tuple[str, Place]]:
     """Parts of HBM tensors that both cores use between two barriers, and one of them writes.
+
+    Each with the place of core 0's use.
 
     In trace mode, what an index addresses is unknown and left out, loops' variables excepted.
     """
@@ -52,11 +56,13 @@ def races(first: Trace, second: Trace) -> Iterator[str]:
         storage = key[0]
         found = _conflict(storage.layout, mine[key], others[key])
         if found is not None:
-            (a, line), (b, other) = found
+            (a, place), (b, other) = found
             verbs = ["writes" if access.writes else "reads" for access in (a, b)]
             yield (
-                f"core 0 {verbs[0]} {storage.describe()} at line {line} where core 1 {verbs[1]} it "
-                f"at line {other} without core_barrier in between; which comes first is undefined"
+                f"core 0 {verbs[0]} {storage.describe()} at line {place[1]} where core 1 "
+                f"{verbs[1]} it at line {other[1]} without core_barrier in between; which comes "
+                "first is undefined",
+                place,
             )
 
 
@@ -64,7 +70,7 @@ def _accesses(trace: Trace) -> _Accesses:
     """Lines of the regions of HBM tensors that a core uses, by tensor and its barriers passed."""
     found: _Accesses = defaultdict(dict)
     passed = Counter[Storage]()
-    for number, (template, storages, _, line) in enumerate(trace.records):
+    for number, (template, storages, code, line) in enumerate(trace.records):
         if number in trace.barriers:
             passed.update(storages)
         elif template.hbm_operand >= 0:
@@ -72,7 +78,7 @@ def _accesses(trace: Trace) -> _Accesses:
                 if not storage.layout.on_chip:
                     for region in _regions(trace, number, at):
                         access = _Access(region, at < template.writes)
-                        found[storage, passed[storage]].setdefault(access, line)
+                        found[storage, passed[storage]].setdefault(access, (code.co_filename, line))
     return found
 
 
@@ -102,14 +108,14 @@ def indexed_regions(t: NkiTensor) -> set[int]:
 
 
 def _conflict(
-    layout: Layout, mine: dict[_Access, int], others: dict[_Access, int]
-) -> tuple[tuple[_Access, int], tuple[_Access, int]] | None:
+    layout: Layout, mine: dict[_Access, Place], others: dict[_Access, Place]
+) -> tuple[tuple[_Access, Place], tuple[_Access, Place]] | None:
     """The first two uses, one of each core, that share a byte which one of them writes."""
-    for a, line in mine.items():
+    for a, place in mine.items():
         touching = set(layout.overlaps[a.region])
         for b, other in others.items():
             if (a.writes or b.writes) and b.region in touching and _share(layout, a, b):
-                return (a, line), (b, other)
+                return (a, place), (b, other)
     return None
 
 

@@ -2,9 +2,9 @@
 """The command `neuroncore`: arguments in, one table or one JSON document out.
 
 Exit codes: 0 done, 2 usage or bad input (one line on stderr), 1 a defect, of ours or of the kernel
-that `simulate` runs or `lint` reads, 130 interrupted, 141 stdout was closed, 143 terminated. With
-`--json` stdout carries one JSON document and nothing else. Each module adds its command to the
-parser.
+that `simulate` and `check` run or `lint` reads, 130 interrupted, 141 stdout was closed, 143
+terminated. With `--json` stdout carries one JSON document and nothing else. Each module adds its
+command to the parser.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 
 from neuroncore import __version__
-from neuroncore.cli import calibrate, compare, lint, script, simulate
+from neuroncore.cli import calibrate, check, compare, lint, script, simulate
 from neuroncore.cli.console import Terminated, explain, fail, flushed, printable, terminable
 from neuroncore.cli.parser import EXAMPLE, Parser
 
@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"neuroncore {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (script, simulate, lint, compare, calibrate):
+    for module in (script, simulate, lint, check, compare, calibrate):
         module.add(commands)
     return root
 

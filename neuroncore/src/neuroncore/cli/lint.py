@@ -22,13 +22,18 @@ def add(commands: Any) -> None:
     command.add_argument(
         "files", nargs="+", metavar="FILE.py", help="files to check; they do not run"
     )
+    add_nki(command)
+    command.set_defaults(exit_code=lambda document: int(bool(document["findings"])))
+
+
+def add_nki(command: argparse.ArgumentParser) -> None:
+    """Add the option that says whose language rules hold."""
     command.add_argument(
         "--nki",
         choices=("0.6", "0.7"),
         default="0.7",
         help="NKI release: up to 0.6 parses kernels, 0.7 traces them with Python (default: 0.7)",
     )
-    command.set_defaults(exit_code=lambda document: int(bool(document["findings"])))
 
 
 def _lint(options: argparse.Namespace) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from neuroncore import Kernel, NkiWarning, Profile
 from neuroncore import kernel as kernels
+from neuroncore.checks.base import COMMAND
 from neuroncore.cli.arguments import (
     Tensor,
     check_arguments,
@@ -17,7 +18,7 @@ from neuroncore.cli.arguments import (
 )
 from neuroncore.cli.console import KernelError, one_line, show_table, stdout
 from neuroncore.cli.files import FunctionPath, UsageError, kernel_of, listed, module, reported
-from neuroncore.cli.reference import Agreement, Expected, agreements, expect
+from neuroncore.cli.reference import Agreement, Expected, agreements, expect, inputs_of
 from neuroncore.cli.tensors import TensorFile
 
 _NUMBERS = (
@@ -36,12 +37,20 @@ class LaunchOptions:
         settings: of every run; their seed is that of random tensors, too.
         lnc: cores; None takes the kernel's own.
         reference: a function to compare the outputs with.
+        inputs: functions that return more arguments, see `with_inputs`.
     """
 
     arguments: Mapping[str, Any]
     settings: kernels.RunSettings
     lnc: int | None
     reference: FunctionPath | None
+    inputs: Sequence[FunctionPath] = ()
+
+
+def with_inputs(launch: LaunchOptions) -> LaunchOptions:
+    """The same with the arguments that its functions return; those given by name come first."""
+    made = {name: value for each in launch.inputs for name, value in inputs_of(each).items()}
+    return replace(launch, arguments={**made, **launch.arguments})
 
 
 @dataclass(frozen=True)
@@ -74,17 +83,24 @@ def run(
         return _run(kernel, place, launch)
 
 
-def _run(kernel: Kernel, place: FunctionPath, launch: LaunchOptions) -> Run:
+def prepared(
+    kernel: Kernel, place: FunctionPath, launch: LaunchOptions
+) -> tuple[Kernel, dict[str, Any]]:
+    """The kernel on as many cores as asked, and its arguments. Raises UsageError."""
     check_arguments(kernel.func, f"kernel {place.name}", launch.arguments)
     settings = launch.settings
     arguments = make_arguments(launch.arguments, settings.seed, settings.mode == "trace")
+    return kernel if launch.lnc is None else kernel[launch.lnc], arguments
+
+
+def _run(kernel: Kernel, place: FunctionPath, launch: LaunchOptions) -> Run:
+    launched, arguments = prepared(kernel, place, launch)
     expected: Expected | None = None
     if launch.reference is not None:
         expected = expect(launch.reference, arguments)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NkiWarning)
-        launched = kernel if launch.lnc is None else kernel[launch.lnc]
-        done = kernels.run(launched, (), arguments, settings)
+        done = kernels.run(launched, (), arguments, launch.settings)
     compared = agreements(done.outputs, expected) if expected else []
     warned = [_warning(w) for w in caught if issubclass(w.category, NkiWarning)]
     return Run(done.outputs, done.profile, compared, warned)
@@ -92,7 +108,7 @@ def _run(kernel: Kernel, place: FunctionPath, launch: LaunchOptions) -> Run:
 
 def _warning(caught: warnings.WarningMessage) -> dict[str, Any]:
     """A warning's document; of a launch as a whole, which no line causes, without a place."""
-    is_ours = caught.filename == __file__
+    is_ours = caught.filename.startswith(COMMAND)
     place = (None, None) if is_ours else (Path(caught.filename).name, caught.lineno)
     return {"message": str(caught.message), "file": place[0], "line": place[1]}
 

@@ -7,8 +7,8 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Generator
-from dataclasses import asdict, replace
+from collections.abc import Generator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,18 @@ def add(commands: Any) -> None:
     for options, to in (_ARGUMENTS, command), (_MANY, many), (_OPTIONS, command):
         for name, settings, text in options:
             to.add_argument(name, help=text, **settings)
+
+
+def add_options(command: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Add those of the options that have the names, and of the others what `launch_of` reads."""
+    for option, settings, text in (*_ARGUMENTS, *_MANY, *_OPTIONS):
+        name = option.removeprefix("--")
+        if name in names:
+            command.add_argument(option, help=text, **settings)
+        else:
+            is_flag = settings.get("action") == "store_true"
+            default = settings.get("default", False if is_flag else None)
+            command.set_defaults(**{settings.get("dest", name.replace("-", "_")): default})
 
 
 _OptionTable = tuple[tuple[str, dict[str, Any], str], ...]
@@ -107,16 +119,12 @@ def _simulate(options: argparse.Namespace) -> Any:
     from neuroncore.cli import runs as kernel_runs
     from neuroncore.cli.arguments import read_sweep
     from neuroncore.cli.files import as_nki, contained, place_of
-    from neuroncore.cli.reference import inputs_of
 
     places = [place_of(text) for text in options.kernels]
     _check(options, len(places))
-    texts = options.arguments
-    inputs = [place_of(text, "FUNCTION") for text in texts if ":" in text and "=" not in text]
-    launch = _launch(options)
-    with contained(is_quiet=options.json), as_nki(), _awakened(options.max_seconds):
-        given = {name: value for each in inputs for name, value in inputs_of(each).items()}
-        launch = replace(launch, arguments={**given, **launch.arguments})
+    launch = launch_of(options)
+    with contained(is_quiet=options.json), as_nki(), awakened(options.max_seconds):
+        launch = kernel_runs.with_inputs(launch)
         if options.compare:
             document = kernel_runs.compare(places, launch)
             _warn(options, [w for kernel in document["kernels"] for w in kernel["warnings"]])
@@ -132,7 +140,7 @@ def _simulate(options: argparse.Namespace) -> Any:
 
 
 @contextlib.contextmanager
-def _awakened(seconds: float) -> Generator[None]:
+def awakened(seconds: float) -> Generator[None]:
     """Let a budget's SIGINT end a kernel's sleep in a process that ignores it: in the background.
 
     Before these seconds nothing but Ctrl-C sends one, and that stays ignored.
@@ -163,13 +171,15 @@ def _warn(options: argparse.Namespace, warnings: list[dict[str, Any]]) -> None:
         options.exit_code = lambda document: 1
 
 
-def _launch(options: argparse.Namespace) -> LaunchOptions:
+def launch_of(options: argparse.Namespace) -> LaunchOptions:
+    """What the options of a run say. Raises ValueError."""
     from neuroncore.cli.arguments import read_arguments
     from neuroncore.cli.files import place_of
     from neuroncore.cli.runs import LaunchOptions
     from neuroncore.kernel import RunSettings
 
-    texts = [text for text in options.arguments if "=" in text or ":" not in text]
+    texts = [text for text in options.arguments if not _names_function(text)]
+    inputs = [place_of(text, "FUNCTION") for text in options.arguments if _names_function(text)]
     arguments = [pair for text in texts for pair in read_arguments(text)]
     _once("--arg", [name for name, _ in arguments])
     _once("--sweep", [text.partition("=")[0] for text in options.sweeps])
@@ -190,7 +200,12 @@ def _launch(options: argparse.Namespace) -> LaunchOptions:
         ),
         lnc=options.lnc,
         reference=reference,
+        inputs=inputs,
     )
+
+
+def _names_function(argument: str) -> bool:
+    return ":" in argument and "=" not in argument
 
 
 def _once(option: str, names: list[str]) -> None:

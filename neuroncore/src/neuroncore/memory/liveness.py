@@ -78,7 +78,9 @@ def check_fits(
             )
             if policy != "warn":
                 raise CapacityError(problem)
-            note(f"{problem}; modelled as if it did")
+            made = found.live[0] if found.live else None
+            place = (made.code.co_filename, made.line) if made and made.code else None
+            note(f"{problem}; modelled as if it did", place)
         _check_addresses([s for s in trace.storages if s.address and s.memory is memory])
     return limits
 
