@@ -10,12 +10,17 @@ XLA_INSTALLED := $(XLA_VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
+# NxD Inference and optimum-neuron want Transformers 4.57: an environment without our extra hf.
+ENGINES_VENV := .venv-engines
+ENGINES_INSTALLED := $(ENGINES_VENV)/.installed
+# Where `python tests/engines/sources/checkouts.py DIR` finds the engines' public sources.
+SOURCES := out/sources
 # A file's tests share their models and builds, so one process runs them all.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 # What oneDNN, torch and MKL obey: a CPU with bf16 units then computes as one without.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: help plans env xla-env vllm-env demo results results-data test test-fast test-avx2 lint type pytest test-xla test-vllm docs floors ceilings faults bench house csrc clean
+.PHONY: help plans env xla-env vllm-env engines-env demo results results-data test test-fast test-avx2 lint type pytest test-xla test-vllm test-engines docs floors ceilings faults bench house csrc clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -52,6 +57,14 @@ $(VLLM_INSTALLED): pyproject.toml neuroncore/pyproject.toml tests/vllm/requireme
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-compile \
 		--no-deps -r tests/vllm/requirements.txt -e ./neuroncore -e .
 	$(VLLM_BIN)/python tests/vllm/distribution.py
+	touch $@
+
+engines-env: $(ENGINES_INSTALLED)  ## create .venv-engines with torch and Transformers 4.57, for the engines' public sources
+
+$(ENGINES_INSTALLED): pyproject.toml neuroncore/pyproject.toml constraints.txt tests/engines/sources/requirements.txt
+	$(PYTHON) -m venv $(ENGINES_VENV)
+	$(ENGINES_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile \
+		$$(grep '^torch==' constraints.txt) -r tests/engines/sources/requirements.txt -e ./neuroncore -e .
 	touch $@
 
 # Threads that spin while they wait take the cores from one another: beside ten busy processes a
@@ -97,6 +110,9 @@ test-xla: xla-env  ## lowering through torch_xla, on XLA's CPU client
 test-vllm: vllm-env  ## serving with vLLM on the CPU: offline, and by its server
 	PYTHONDONTWRITEBYTECODE= VLLM_CPU_KVCACHE_SPACE=1 $(VLLM_BIN)/pytest tests/vllm
 
+test-engines: env engines-env  ## this package inside the engines' public sources: make test-engines SOURCES=DIR
+	$(BIN)/python tests/engines/sources $(SOURCES)
+
 docs: env  ## build both sites of the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet -f neuroncore/mkdocs.yml
@@ -125,4 +141,4 @@ csrc: env  ## build the C++ ops into build/csrc (needs g++)
 	$(MAKE) --no-print-directory -j2 -C csrc_stub PYTHON=$(abspath $(BIN)/python)
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) $(XLA_VENV) $(VLLM_VENV) .venv-lowest .venv-highest build out site dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) $(VLLM_VENV) $(ENGINES_VENV) .venv-lowest .venv-highest build out site dist .pytest_cache .ruff_cache .hypothesis

@@ -11,6 +11,8 @@ import pytest
 from outcomes import failed
 
 import neuroncore as nc
+from neuroncore import isa as nisa
+from neuroncore import language as nl
 
 KERNEL = """\
 import nki
@@ -229,3 +231,25 @@ def test_packages_of_one_name_beside_each_other(run, packages):
                   "--reference", f"{places[0]}:old", "--json")  # fmt: skip
     agreed = [point["agreement"][0]["agrees"] for point in outcome.document()["points"]]
     assert sorted(agreed) == [False, True]
+
+
+@pytest.mark.parametrize("lnc", [1, 2])
+def test_a_frameworks_simulator_is_this_one(lnc):
+    """As vLLM-Neuron calls it: the function below the decorator, arguments by name."""
+
+    def scaled(x, factor):
+        rows = x.shape[0] // nl.num_programs(0)
+        own = nl.ds(nl.program_id(0) * rows, rows)
+        tile = nl.ndarray((rows, x.shape[1]), dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(tile, x[own])
+        nisa.tensor_scalar(tile, tile, nl.multiply, factor)
+        out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+        nisa.dma_copy(out[own], tile)
+        return out
+
+    x = np.arange(32, dtype=np.float32).reshape(4, 8)
+    with nc.as_nki():
+        from nki.simulator import simulate_kernel
+
+        for kernel in (scaled, nc.jit(scaled)):
+            assert (simulate_kernel(kernel, (), {"x": x, "factor": 3.0}, lnc=lnc) == 3 * x).all()

@@ -49,6 +49,18 @@ class MeasuredKernel(Kernel):
         return done.outputs
 
 
+def simulate_kernel(
+    func: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None, lnc: int = 1
+) -> Any:
+    """Return a kernel's outputs on so many cores: `nki.simulator.simulate_kernel`.
+
+    Frameworks call it where they have no device: vLLM-Neuron's `wrap_nki` under `NKI_SIMULATOR=1`
+    (AWS: "NKI CPU simulator").
+    """
+    kernel = func if isinstance(func, Kernel) else Kernel(func)
+    return run(kernel[lnc], args, kwargs or {}).outputs
+
+
 def _measured(show: Any, kernel: Any = None, **options: Any) -> Any:
     """A decorator, bare or called with options of a device, which have no effect."""
     if kernel is None:
@@ -74,7 +86,10 @@ def _profile(name: str, done: Simulation, working_directory: Any = None, **_: An
 def _modules() -> dict[str, types.ModuleType]:
     package = importlib.util.module_from_spec(ModuleSpec("nki", None, is_package=True))
     package.__doc__ = "The simulated NeuronCore, under the name of the real package."
+    simulator = types.ModuleType("nki.simulator")
+    simulator.__dict__["simulate_kernel"] = simulate_kernel
     parts = {"language": nl, "isa": isa, "typing": typing, "collectives": collectives}
+    parts["simulator"] = simulator
     vars(package).update(
         parts,
         jit=jit,

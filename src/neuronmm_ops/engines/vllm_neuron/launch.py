@@ -5,6 +5,7 @@ library would be a node that it does not know, and its cache would not see our k
 the wrapper is called in Python while Dynamo traces, and only planning is hidden from it.
 """
 
+import sys
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from neuroncore import jit
 from neuroncore.hardware import TARGET_VARIABLE
 from neuronmm_ops.engines.vllm_neuron.engine import kernel_wrapper
 from neuronmm_ops.errors import NkiVersionError
@@ -135,7 +137,9 @@ def _callers() -> dict[str, Callable[..., Any]]:
     The wrapper takes the kernel and is given the grid: a kernel that has its grid loses it there.
     """
     wrap_nki = kernel_wrapper()
-    if wrap_nki is None or nki_release() is None:
+    # `neuroncore run` and the like put the simulator in the place of nki: it has no release.
+    is_simulated = getattr(sys.modules.get("nki"), "jit", None) is jit
+    if wrap_nki is None or (nki_release() is None and not is_simulated):
         raise ImportError(
             "vLLM-Neuron's kernels need nki and wrap_nki of libtorch_neuronx_lite, torch_neuronx "
             f"or vllm_neuron, one is not found; {INSTALL}"

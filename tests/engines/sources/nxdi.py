@@ -1,30 +1,28 @@
 """Compares the integration with Transformers on NxD Inference's public source, on the CPU.
 
-    python nxdi_source.py NXD_SRC NXDI_SRC TP [CASE ...]
+    python nxdi.py NXD_SRC NXDI_SRC TP [CASE ...]
 
-The sources are the folders `src` of checkouts of aws-neuron's neuronx-distributed and
+The sources are the folders `src` of checkouts of neuronx-distributed and of
 neuronx-distributed-inference; the environment has torch, transformers 4.57, and this package
-without extras. Packages that come as wheels for Neuron alone are replaced by empty stand-ins, so
-nothing of a device is tested: NxD's layers, sharding and state dicts, and NxD Inference's models
-and generation are, over gloo. Prints a line a case; exit code 1 where tokens or logits differ.
+without extras. Nothing of a device is tested: NxD's layers, `ModelBuilder.shard_checkpoint` and
+NxD Inference's models and generation are, over gloo. Ranks compute with the tensors that
+`shard_checkpoint` wrote for them. Prints a row a case, as JSON; exit code 1 where tokens differ.
 """
 
-import importlib.abc
-import importlib.machinery
 import json
 import os
+import socket
 import sys
 import tempfile
-import traceback
-import types
 import warnings
 from pathlib import Path
 from typing import Any
 
+import neuron_only
 import torch
 import torch.multiprocessing as mp
 
-NEURON_ONLY = {"torch_xla", "torch_neuronx", "neuronxcc", "nki", "nkilib", "libneuronxla"}
+sys.path.append(str(Path(__file__).parents[1]))
 # Name of the case: arguments of the checkpoint, of `export`, and of NeuronConfig.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "llama": ({}, {}, {}),
@@ -48,74 +46,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "mistral": ({"model_type": "mistral", "sliding_window": None}, {}, {}),
 }
 TOKENS, NEW = 12, 16
-
-
-class _Anything(type):
-    """A class that stands for whatever it is asked for: decorator, base class, kernel."""
-
-    def __getattr__(cls, name: str) -> Any:
-        return _attribute(cls, name)
-
-    def __getitem__(cls, item: Any) -> Any:
-        return cls
-
-
-def _anything(name: str) -> Any:
-    def decorate(self: Any, *args: Any, **options: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) and not options else self
-
-    def make(cls: Any, *args: Any, **options: Any) -> Any:
-        return decorate(object.__new__(cls), *args, **options)
-
-    members = {"__new__": make, "__init__": lambda *_, **__: None, "__call__": decorate}
-    members |= {"__getattr__": _attribute, "__getitem__": lambda self, _: self}
-    return _Anything(name, (), members)
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return _anything(name)
-
-
-class _Module(types.ModuleType):
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__ = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        known = {"REDUCE_SUM": "sum", "REDUCE_MAX": "max", "REDUCE_MIN": "min"}
-        value = known.get(name, _anything(name))
-        if name == "get_platform_target":
-            value = lambda: "trn1"  # noqa: E731
-        setattr(self, name, value)
-        return value
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.partition(".")[0] in NEURON_ONLY:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: Any) -> Any:
-        return _Module(spec.name)
-
-    def exec_module(self, module: Any) -> None:
-        pass
+TOLERANCE = 1e-5
 
 
 def prepare(nxd: str, nxdi: str) -> None:
     """Make both sources importable, without NxD's own `__init__`, which imports its training."""
-    os.environ["NXD_CPU_MODE"] = "1"
     sys.path[:0] = [nxd, nxdi]
-    sys.meta_path.insert(0, _Finder())
-    torch.classes.neuron = _anything("neuron")  # pyright: ignore
-    package = types.ModuleType("neuronx_distributed")
-    package.__path__ = [f"{nxd}/neuronx_distributed"]
-    sys.modules["neuronx_distributed"] = package
+    neuron_only.install()
+    neuron_only.bare_package("neuronx_distributed", f"{nxd}/neuronx_distributed")
 
 
 def reference(directory: Path, ids: torch.Tensor, new: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,6 +70,7 @@ def reference(directory: Path, ids: torch.Tensor, new: int) -> tuple[torch.Tenso
 
 
 def generate(model: Any, ids: torch.Tensor, new: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens, and the logits of each new one."""
     found = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -145,82 +84,103 @@ def generate(model: Any, ids: torch.Tensor, new: int) -> tuple[torch.Tensor, tor
     return found.sequences, torch.stack(found.logits)
 
 
-def run(directory: Path, tp: int, options: dict[str, Any], ids: torch.Tensor, new: int) -> Any:
-    """Generate with NxD Inference on this rank."""
-    from neuronx_distributed_inference.models import application_base
+def made(directory: Path, tp: int, **options: Any) -> Any:
+    """NxD Inference's model with our class, as its own demo makes it."""
     from neuronx_distributed_inference.utils import hf_adapter
 
     from neuronmm_ops.engines.nxdi import causal_lm
 
     family = causal_lm(json.loads((directory / "config.json").read_text())["model_type"])
+    options |= {"torch_dtype": "float32", "attn_kernel_enabled": False}
     neuron_config = family.get_neuron_config_cls()(
-        tp_degree=tp,
-        batch_size=len(ids),
-        seq_len=64,
-        torch_dtype="float32",
-        on_cpu=True,
-        attn_kernel_enabled=False,
-        **options,
+        tp_degree=tp, batch_size=2, seq_len=64, **options
     )
     load_config = hf_adapter.load_pretrained_config(str(directory))
     config = family.get_config_cls()(neuron_config, load_config=load_config)
-    model = family(str(directory), config)
+    return family(str(directory), config)
+
+
+def shard(nxd: str, nxdi: str, tp: int, cases: dict[Path, dict[str, Any]]) -> None:
+    """Write each rank's tensors by NxD's `ModelBuilder.shard_checkpoint`, as before a compile."""
+    warnings.simplefilter("ignore")
+    prepare(nxd, nxdi)
+    for directory, options in cases.items():
+        model = made(directory, tp, save_sharded_checkpoint=True, **options)
+        model.shard_weights(str(directory))
+
+
+def run(directory: Path, rank: int, tp: int, options: dict[str, Any], ids: Any, new: int) -> Any:
+    """Generate with NxD Inference on this rank, from the rank's file of `shard_checkpoint`."""
+    from neuronx_distributed_inference.models import application_base
+    from neuronx_distributed_inference.utils import hf_adapter
+    from safetensors.torch import load_file
+
+    model = made(directory, tp, on_cpu=True, **options)
     model.to_cpu()
     # The ranks are joined from now on, and stay so.
     os.environ.pop("WORLD_SIZE", None)
     application_base.initialize_model_parallel = lambda **_: None  # pyright: ignore
+    own = load_file(directory / "weights" / f"tp{rank}_sharded_checkpoint.safetensors")
+    module = model.context_encoding_model.model
+    names = {name for name, _ in module.named_parameters()} - own.keys()
+    assert not [name for name in names if "kv_mgr" not in name], names
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(torch.nan) if parameter.is_floating_point() else None
+    assert not module.load_state_dict(own, strict=False).unexpected_keys
     return generate(hf_adapter.HuggingFaceGenerationAdapter(model), ids, new)
 
 
-def work(rank: int, nxd: str, nxdi: str, tp: int, names: list[str], folder: str, port: int) -> None:
+def work(
+    rank: int, nxd: str, nxdi: str, tp: int, cases: dict[str, tuple[Path, Any]], port: int
+) -> None:
     """All cases on one rank; rank 0 compares and prints."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     here = {"RANK": rank, "WORLD_SIZE": tp, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {key: str(value) for key, value in here.items()}
+    os.environ |= {key: str(value) for key, value in here.items()} | {"NXD_CPU_MODE": "1"}
     prepare(nxd, nxdi)
     ids = torch.randint(0, 256, (2, TOKENS), generator=torch.Generator().manual_seed(3))
     is_bad = False
-    for index, name in enumerate(names):
-        directory, options = Path(folder) / f"{index}-export", CASES[name][2]
+    for name, (directory, options) in cases.items():
         # On the CPU one model does both phases, and single tokens are no sequence to divide.
         new = 1 if options.get("sequence_parallel_enabled") else NEW
-        try:
-            tokens, logits = run(directory, tp, options, ids, new)
-        except Exception:
-            print(f"tp {tp} {name}: {traceback.format_exc()}", flush=True)
-            os._exit(1)
+        tokens, logits = run(directory, rank, tp, options, ids, new)
         if rank == 0:
             expected, wanted = reference(directory, ids, new)
             error = float((logits - wanted).abs().max() / wanted.abs().max())
-            same = torch.equal(tokens, expected)
-            is_bad |= not same or error > 1e-5
-            print(
-                f"tp {tp} {name}: tokens {'equal' if same else 'differ'}, {error:.1e}", flush=True
-            )
+            is_equal = torch.equal(tokens, expected) and error <= TOLERANCE
+            is_bad |= not is_equal
+            row = {"case": name, "ranks": tp, "new_tokens": 2 * new}
+            print(json.dumps(row | {"equal": is_equal, "error": error}), flush=True)
     if is_bad:
         raise SystemExit(1)
 
 
 def main() -> None:
     """Write the checkpoints and start the ranks."""
-    import socket
-
     from nxdi_checkpoints import make
 
     from neuronmm_ops.engines.nxdi import export
 
     nxd, nxdi, tp, *names = sys.argv[1:]
-    names = names or list(CASES)
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        for index, name in enumerate(names):
-            made, options, _ = CASES[name]
-            source = make(Path(folder) / str(index), **made)
-            export(source, Path(folder) / f"{index}-export", tp=int(tp), **options)
+        cases: dict[str, tuple[Path, Any]] = {}
+        for index, name in enumerate(names or CASES):
+            arguments, options, neuron = CASES[name]
+            source = make(Path(folder) / str(index), **arguments)
+            cases[name] = Path(folder) / f"{index}-export", neuron
+            export(source, cases[name][0], tp=int(tp), **options)
+        context = mp.get_context("spawn")
+        sharding = context.Process(target=shard, args=(nxd, nxdi, int(tp), dict(cases.values())))
+        sharding.start()
+        sharding.join()
+        if sharding.exitcode:
+            raise SystemExit(1)
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        mp.spawn(work, (nxd, nxdi, int(tp), names, folder, port), nprocs=int(tp))  # pyright: ignore
+        mp.spawn(work, (nxd, nxdi, int(tp), cases, port), nprocs=int(tp))  # pyright: ignore
 
 
 if __name__ == "__main__":

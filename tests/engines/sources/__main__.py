@@ -1,0 +1,101 @@
+"""Runs this package inside the engines' own public sources, on a CPU.
+
+    python tests/engines/sources DIR [--json] [--engine NAME ...]
+
+DIR holds the checkouts that `checkouts.py` names. Engines run in the environment that `make
+engines-env` made. Prints a row an engine; exit code 1 where an answer differs, 2 where a source or
+the environment is missing.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkouts import CHECKOUTS, missing
+
+HERE = Path(__file__).parent
+PYTHON = HERE.parents[2] / ".venv-engines" / "bin" / "python"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A row: what runs, of which checkouts, which cases (all if none) on how many ranks."""
+
+    name: str
+    script: str
+    folders: dict[str, str]
+    ranks: dict[int, tuple[str, ...]]
+
+    def run(self, directory: Path) -> dict[str, Any]:
+        """Run every case; raise `RuntimeError` with the last line where it ends early."""
+        sources = [str(directory / folder / inner) for folder, inner in self.folders.items()]
+        rows: list[dict[str, Any]] = []
+        for ranks, cases in self.ranks.items():
+            command = [str(PYTHON), str(HERE / self.script), *sources, str(ranks), *cases]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            found = [line for line in done.stdout.splitlines() if line.startswith("{")]
+            rows += [json.loads(line) for line in found]
+            if done.returncode and all(row["equal"] for row in rows):
+                last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                raise RuntimeError(f"{self.name} on {ranks} ranks ended after {len(rows)}: {last}")
+        return {
+            "engine": self.name,
+            "sources": {
+                CHECKOUTS[folder].repository: [CHECKOUTS[folder].version, CHECKOUTS[folder].commit]
+                for folder in self.folders
+            },
+            "ranks": list(self.ranks),
+            "cases": len(rows),
+            "equal": sum(row["equal"] for row in rows),
+            "new_tokens": sum(row["new_tokens"] for row in rows),
+            "largest_error": max(row["error"] for row in rows),
+        }
+
+
+ENGINES = (
+    Engine(
+        "NxD Inference",
+        "nxdi.py",
+        {"nxd": "src", "nxdi": "src"},
+        {1: ("llama", "llama fused", "qwen3"), 2: (), 4: ("llama", "llama heads")},
+    ),
+)
+
+
+def main() -> int:
+    """Run the engines, print a line or a document."""
+    parser = argparse.ArgumentParser(prog="python tests/engines/sources", description=__doc__)
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("--engine", nargs="*", choices=[engine.name for engine in ENGINES])
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    chosen = [e for e in ENGINES if arguments.engine is None or e.name in arguments.engine]
+    folders = tuple(dict.fromkeys(folder for engine in chosen for folder in engine.folders))
+    problems = missing(arguments.directory, folders)
+    if not PYTHON.exists():
+        problems.append(f"{PYTHON} is missing; run make engines-env")
+    if problems:
+        print("\n".join(problems), file=sys.stderr)
+        print(f"python tests/engines/sources/checkouts.py {arguments.directory}", file=sys.stderr)
+        return 2
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rows = [engine.run(arguments.directory) for engine in chosen]
+    if arguments.json:
+        print(json.dumps(rows))
+    else:
+        for row in rows:
+            print(
+                f"{row['engine']}: {row['equal']} of {row['cases']} cases equal Transformers', "
+                f"{row['new_tokens']} tokens, ranks {row['ranks']}, "
+                f"largest error {row['largest_error']:.1e}"
+            )
+    return int(any(row["equal"] != row["cases"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
