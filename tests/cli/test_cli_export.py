@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import sys
 
+import pytest
 import torch
 from outcomes import refused
 from tiny import tiny_ids
@@ -44,3 +46,21 @@ def test_factors_multiplied_out(small, tmp_path, run):
     assert "layers multiplied out" in page
     again = run("export", "dense", tmp_path / "out", "-o", tmp_path / "other")
     refused(again, "is not compressed; copy it as it is")
+
+
+@pytest.mark.slow
+def test_a_graph_of_onnx(small, tmp_path, run):
+    pytest.importorskip("onnxscript")
+    page = run("export", "onnx", small, "-o", tmp_path / "out").page()
+    assert page.startswith(f"wrote {tmp_path / 'out'}/model.onnx: ")
+    assert "opset 20" in page
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {
+        *("model.onnx", "model.onnx.data", "config.json", "tokenizer.json")
+    }
+
+
+def test_a_graph_needs_its_packages(small, tmp_path, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    failed = run("export", "onnx", small, "-o", tmp_path / "out")
+    refused(failed, "onnxscript", "pip install 'neuronmm-ops[onnx]'")
+    assert not (tmp_path / "out").exists()

@@ -32,11 +32,16 @@ def add(commands: Any) -> None:
         help="dtype of the files (default auto: the checkpoint's)",
     )
     described = "an ordinary checkpoint, its factors multiplied out: loads anywhere, no smaller"
-    dense = add_command(
-        engines, "dense", _export_dense, _show_dense, described, example="small -o same"
-    )
-    dense.add_argument("model", type=Path, metavar="DIR", help="a compressed checkpoint")
-    add_output(dense, "the new directory")
+    _add_whole(engines, "dense", _export_dense, _show_dense, described, "small -o same")
+    described = "an ONNX graph in float32, two MatMuls a pair, without a KV cache"
+    _add_whole(engines, "onnx", _export_onnx, _show_onnx, described, "small -o graph")
+
+
+def _add_whole(engines: Any, name: str, run: Any, show: Any, described: str, example: str) -> None:
+    """Add an export that takes a checkpoint and a new directory, and nothing else."""
+    command = add_command(engines, name, run, show, described, example=example)
+    command.add_argument("model", type=Path, metavar="DIR", help="a compressed checkpoint")
+    add_output(command, "the new directory")
 
 
 def _export_dense(options: argparse.Namespace) -> dict[str, Any]:
@@ -47,6 +52,17 @@ def _show_dense(document: dict[str, Any]) -> None:
     stdout.print(
         f"wrote {document['output']}: {document['layers']} layers multiplied out, "
         f"{document['bytes'] / 1e6:.1f} MB, for any engine that loads the dense model"
+    )
+
+
+def _export_onnx(options: argparse.Namespace) -> dict[str, Any]:
+    return transformers_models().export_onnx(options.model, options.output)
+
+
+def _show_onnx(document: dict[str, Any]) -> None:
+    stdout.print(
+        f"wrote {document['output']}/model.onnx: {document['layers']} compressed layers, opset "
+        f"{document['opset']}, {document['bytes'] / 1e6:.1f} MB of float32"
     )
 
 

@@ -10,6 +10,7 @@ from neuronmm_ops.hf.dense import export_dense
 from neuronmm_ops.hf.drafts import load_draft
 from neuronmm_ops.hf.generate import generate_text
 from neuronmm_ops.hf.loading import load, load_tokenizer
+from neuronmm_ops.hf.onnx import export_onnx
 from neuronmm_ops.hf.pairs import from_pairs, lora_config, to_pairs
 from neuronmm_ops.hf.provenance import CompressionRun, read_run
 from neuronmm_ops.hf.published import import_published
@@ -27,6 +28,7 @@ __all__ = [
     "calibration_batches",
     "compress",
     "export_dense",
+    "export_onnx",
     "from_pairs",
     "generate_simulated",
     "generate_text",
