@@ -51,6 +51,26 @@ def tiles(x, w):
 
 
 @nc.jit
+def parts(x):
+    """Tensors on a quarter, a half and all of the partitions, and two with addresses."""
+    y = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
+    pinned = [
+        nl.ndarray((128, 64), x.dtype, address=(0, byte), name=f"at{byte}") for byte in (0, 1024)
+    ]
+    for at in pinned:
+        nisa.dma_copy(at, x[:, 0:64])
+    for _ in range(3):
+        low, mid, high = tile(x, rows=32), tile(x, rows=64), tile(x)
+        for t in (low, mid, high):
+            nisa.dma_copy(t, x[0 : t.shape[0]])
+            nisa.tensor_scalar(t, t, nl.multiply, 2.0)
+            nisa.dma_copy(y[0 : t.shape[0]], t)
+    for at in pinned:
+        nisa.dma_copy(y[:, 0:64], at)
+    return y
+
+
+@nc.jit
 def halves(x):
     """Each core copies its half of the columns; core 1 then waits for the late tile of core 0."""
     core = nl.program_id(0)

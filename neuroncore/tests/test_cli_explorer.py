@@ -270,6 +270,19 @@ def test_parquet_that_is_cut_off_and_pyarrow_that_is_missing(run, profile, tmp_p
     refused(run("compare", profile[0], folder), "run: pip install 'neuroncore[parquet]'")
 
 
+def test_a_summary_has_the_tensors_of_the_timeline_page(simulate, file, tmp_path):
+    target = tmp_path / "s.json"
+    command = (f"{file}:scale", "--arg", "x=f32[128,1024]", "--target", "trn2")
+    peak = simulate(*command, "--summary", target, "--json").document()["sbuf_scheduled_bytes"]
+    (session,) = json.loads(target.read_text()).values()
+    assert session["is_simulation"] is True
+    rows = session["SbufAllocation"]
+    assert {row["partition"] for row in rows} == {0, 32, 64, 96}
+    assert max(row["end_address"] for row in rows) + 1 == peak
+    assert all(row["start_ts"] < row["end_ts"] <= session["total_time"] * 1e9 + 1 for row in rows)
+    assert session["PsumUsage"] == []
+
+
 def test_a_summary_is_of_one_run(simulate, file):
     command = ("--arg", "x=f32[128,1024]", "--summary", "a.json", "--sweep", "by=1,2")
     refused(simulate(f"{file}:scale", *command), "--summary takes a single run")

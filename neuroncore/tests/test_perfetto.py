@@ -114,6 +114,20 @@ def test_counters_begin_and_end_empty(one_core, tmp_path):
         assert counted[-1][1] == 0
 
 
+def test_a_track_for_each_tensor_name(one_core, tmp_path):
+    events = saved(one_core, tmp_path / "trace.json")["traceEvents"]
+    lives = defaultdict(list)
+    for e in events:
+        if e["ph"] in "be":
+            lives[e["cat"], e["id"]].append(e)
+    assert all([e["ph"] for e in life] == ["b", "e"] for life in lives.values())
+    assert all(begin["ts"] <= end["ts"] for begin, end in lives.values())
+    names = {(cat, life[0]["name"]) for (cat, _), life in lives.items()}
+    on_chip = {"a", 'the "right" tile', "tile()"}
+    assert names == {*(("SBUF tensors", name) for name in on_chip), ("PSUM tensors", "psum()")}
+    assert sum(cat == "PSUM tensors" for cat, _ in lives) == 4
+
+
 def test_a_process_per_core(tmp_path):
     profile = profile_of(tiles[2], (128, 256), (128, 2048))
     events = saved(profile, tmp_path / "t.json")["traceEvents"]
@@ -140,7 +154,7 @@ def test_a_failed_write_leaves_the_old_file(one_core, tmp_path):
 def check_event(e: dict[str, Any]) -> None:
     """The rules of the Trace Event Format for the phases that are written.
 
-    (Google, "Trace Event Format", sections Common fields, Complete, Counter and Metadata events;
+    (Google, "Trace Event Format", sections Common fields, Complete, Counter, Async and Metadata;
     ui.perfetto.dev drops or misplaces what breaks them.)
     """
     assert isinstance(e["name"], str)
@@ -158,6 +172,9 @@ def check_event(e: dict[str, Any]) -> None:
         assert e["ts"] >= 0
         assert e["args"]
         assert all(type(value) in (int, float) for value in e["args"].values())
+    elif e["ph"] in "be":
+        assert set(e) == {"ph", "cat", "id", "pid", "ts", "name", "args"}
+        assert e["ts"] >= 0
     else:
         assert (e["ph"], set(e)) == ("M", {"ph", "pid", "tid", "name", "args"})
         fields = {"process_name": "name", "thread_name": "name", "thread_sort_index": "sort_index"}

@@ -14,7 +14,7 @@ import numpy as np
 import profiled
 import pytest
 from browser import CHROMIUM, Page, browser
-from profiled import idle, keeps_the_old_file, many, profile_of, tiles
+from profiled import idle, keeps_the_old_file, many, parts, profile_of, tiles
 
 import neuroncore as nc
 from neuroncore.memory.storage import MemoryRegion
@@ -128,6 +128,62 @@ def test_memories_over_time(one_core, saved):
     np.testing.assert_allclose(times, [ns for ns, _ in held], atol=1e-3)
 
 
+def lives_of(about, array, memory):
+    """Places of a memory's tensors, of the first core, in ns."""
+    (found,) = [m["lives"] for m in about["cores"][0]["memories"] if m["name"] == memory]
+    columns = {name: array(where) for name, where in found.items()}
+    for name in ("start", "end"):
+        columns[name] = columns[name] / about["ticks_per_ns"]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+@pytest.mark.parametrize(("kernel", "shapes"), [(tiles, (128, 2048)), (parts, ())])
+def test_tensors_by_address_share_no_byte_and_are_what_the_chart_counts(kernel, shapes, tmp_path):
+    profile = profile_of(kernel, (128, 512), *filter(None, [shapes]))
+    profile.save_timeline(tmp_path / "page.html")
+    about, array = unpacked((tmp_path / "page.html").read_text())
+    for name, peak in (("SBUF", profile.sbuf), ("PSUM", profile.psum)):
+        lives = lives_of(about, array, name)
+        assert max([life["byte_end"] for life in lives], default=0) <= peak.limit * 2048
+        for one, other in itertools.combinations(lives, 2):
+            apart = [
+                one[f"{axis}end"] <= other[begin] or other[f"{axis}end"] <= one[begin]
+                for axis, begin in (("", "start"), ("byte_", "byte"), ("partition_", "partition"))
+            ]
+            assert any(apart), (one, other)
+        for life in lives:
+            kind = about["tensors"][life["tensor"]]
+            assert kind["memory"] == name
+            assert life["byte_end"] - life["byte"] >= kind["bytes"]
+            assert f"[{life['partition_end'] - life['partition']}," in kind["type"]
+
+
+def test_an_address_of_the_kernel_and_quarters_of_the_partitions(tmp_path):
+    profile_of(parts, (128, 512)).save_timeline(tmp_path / "page.html")
+    about, array = unpacked((tmp_path / "page.html").read_text())
+    found = [(about["tensors"][life["tensor"]]["name"], life) for life in
+             lives_of(about, array, "SBUF")]  # fmt: skip
+    assert sorted(life["byte"] for name, life in found if name.startswith("at")) == [0, 1024]
+    low = {
+        life["partition"] for name, life in found if life["partition_end"] - life["partition"] == 32
+    }
+    assert low <= {0, 32, 64, 96}
+    assert all(life["partition"] in (0, 64) for _, life in found
+               if life["partition_end"] - life["partition"] == 64)  # fmt: skip
+
+
+def test_tensors_by_name_say_who_writes_and_reads_them(saved):
+    about, _ = unpacked(saved.read_text())
+    tensors = {tensor["name"]: tensor for tensor in about["tensors"]}
+    assert {"x", "w", "y", "a", 'the "right" tile', "psum()", "tile()"} == set(tensors)
+    texts = [place["text"] for place in about["places"]]
+    total = tensors["psum()"]
+    assert (total["memory"], total["type"], total["bytes"]) == ("PSUM", "float32[128,512]", 2048)
+    assert [texts[n] for n in total["writes"]] == ["nisa.nc_matmul(total, a, b)"]
+    assert [texts[n] for n in total["reads"]] == ["nisa.tensor_copy(out, total)"]
+    assert total["count"] == 4
+
+
 def test_what_would_help_is_on_the_page(one_core, saved):
     about, _ = unpacked(saved.read_text())
     assert about["what_would_help"] == one_core.what_would_help
@@ -229,12 +285,97 @@ def test_hover_click_and_zoom(page, saved):
     assert page.errors == []
 
 
+def in_the_map(page: Page, memory: str) -> tuple[float, float]:
+    """Where in the window the first tensor of a memory is drawn by address."""
+    x, y = page.run(
+        f"""(() => {{
+          const band = timeline.bands.find((b) => b.kind === "map" && b.memory.name === "{memory}");
+          const {{lives}} = band.memory, [y, height] = timeline.rowsOf(band, 0);
+          const box = timeline.canvas.getBoundingClientRect();
+          return [box.x + timeline.x((lives.start[0] + lives.end[0]) / 2), box.y + y + height / 2];
+        }})()"""
+    )
+    return x, y
+
+
 @in_a_browser
-@pytest.mark.parametrize("width", [320, 375])
-def test_a_phone_scrolls_tables_alone_and_shows_whole_ticks(page, saved, width):
+def test_a_tensor_shows_its_place_and_its_lines(page, saved):
+    opened(page, saved)
+    x, y = in_the_map(page, "PSUM")
+    page.mouse("Moved", x, y)
+    tip = page.run("document.getElementById('tip').innerText")
+    for part in ("psum(): float32[128,512] in PSUM, made at profiled.py:",
+                 "bytes 0 to 2,047 (2,048) of partitions 0 to 127", "from ",
+                 "nisa.nc_matmul(total, a, b)", "nisa.tensor_copy(out, total)"):  # fmt: skip
+        assert part in tip
+    page.click(x, y)
+    assert page.run("document.getElementById('kept').innerText").startswith("psum()")
+    assert page.run("document.querySelector('#tensors tr.chosen td').innerText") == "psum()"
+    page.run("document.querySelector('#tensors tr.chosen').click()")
+    assert page.run("timeline.tensor") == -1
+    assert page.run("document.getElementById('kept').hidden")
+    assert page.errors == []
+
+
+@in_a_browser
+def test_the_page_is_dark_as_the_browser_prefers_and_by_its_switch(page, saved):
+    def back() -> str:
+        return page.run("getComputedStyle(document.body).backgroundColor")
+
+    opened(page, saved)
+    backs = {}
+    for theme in ("dark", "light"):
+        preferred = [{"name": "prefers-color-scheme", "value": theme}]
+        page.call("Emulation.setEmulatedMedia", features=preferred)
+        page.run(
+            "new Promise((done) => { const wait = () => document.documentElement.dataset.theme ==="
+            f" '{theme}' ? done() : setTimeout(wait, 20); wait(); }})"
+        )
+        backs[theme] = back()
+    assert backs["dark"] != backs["light"]
+    page.run("document.getElementById('theme').click()")
+    assert back() == backs["dark"]
+    page.call("Emulation.setEmulatedMedia", features=[])
+
+
+@in_a_browser
+def test_fingers_pinch_drag_and_tap(page, saved):
+    opened(page, saved, 390)
+    page.call("Emulation.setTouchEmulationEnabled", enabled=True, maxTouchPoints=2)
+
+    def touch(kind: str, *at: tuple[float, float]) -> None:
+        points = [{"x": x, "y": y, "id": number} for number, (x, y) in enumerate(at)]
+        page.call("Input.dispatchTouchEvent", type=f"touch{kind}", touchPoints=points)
+
+    x, y = in_the_map(page, "SBUF")
+    whole = page.run("timeline.to - timeline.from")
+    touch("Start", (180, y), (220, y))
+    for spread in (40, 60, 80):
+        touch("Move", (200 - spread, y), (200 + spread, y))
+    touch("End")
+    pinched = page.run("timeline.to - timeline.from")
+    assert pinched == pytest.approx(whole / 4, rel=0.2)
+    before = page.run("timeline.from")
+    touch("Start", (200, y))
+    for to in (210, 240, 280):
+        touch("Move", (to, y))
+    touch("End")
+    assert page.run("timeline.from") < before
+    assert page.run("timeline.to - timeline.from") == pytest.approx(pinched)
+    page.run("timeline.show(0, timeline.length)")
+    touch("Start", (x, y))
+    touch("End")
+    assert page.run("document.getElementById('kept').innerText").startswith("a: bfloat16")
+    assert not page.run("document.getElementById('tip').hidden")
+    page.call("Emulation.setTouchEmulationEnabled", enabled=False)
+
+
+@in_a_browser
+@pytest.mark.parametrize("width", [320, 390])
+def test_a_phone_has_cards_for_tables_and_whole_ticks(page, saved, width):
     opened(page, saved, width)
     assert page.run("document.documentElement.scrollWidth") == width
-    cells = "document.querySelectorAll('td:last-child')"
+    cells = "document.querySelectorAll('td:last-child:not(:empty)')"
     assert page.run(f"Math.min(...Array.from({cells}, (cell) => cell.clientWidth))") > 200
     ticks = page.run(
         """(() => {

@@ -108,7 +108,8 @@ _OPTIONS: _OptionTable = (
     ("--save", {"type": Path, "metavar": "OUT"},
      "write the outputs: OUT.npy or OUT.safetensors"),
     ("--summary", _JSON,
-     "write the profile as neuron-explorer's summary-json, for `neuroncore compare`"),
+     "write the profile as neuron-explorer's summary-json, for `neuroncore compare`, with its "
+     "tables SbufAllocation and PsumUsage"),
     ("--timeline", {"type": Path, "metavar": "OUT.html"}, "write a timeline page"),
     ("--perfetto", _JSON, "write a Perfetto trace"),
     ("--plot", {"type": Path, "metavar": "OUT.png"}, "draw timeline and roofline (matplotlib)"),
@@ -248,13 +249,14 @@ def _one(run: Run, launch: LaunchOptions, options: argparse.Namespace) -> Any:
     from neuroncore.cli import lines, summaries
     from neuroncore.cli.reference import check_agreement, describe
     from neuroncore.cli.tensors import save_outputs
-    from neuroncore.profile import report
+    from neuroncore.profile import places, report
 
     profile = run.profile
     if options.save is not None:
         save_outputs(run.outputs, options.save)
     if options.summary is not None:
-        summaries.save({**profile.to_json(), "lines": lines.of_profile(profile)}, options.summary)
+        more = {"lines": lines.of_profile(profile), "tables": places.tables(profile.schedule)}
+        summaries.save({**profile.to_json(), **more}, options.summary)
     if options.timeline is not None:
         profile.save_timeline(options.timeline)
     if options.perfetto is not None:

@@ -61,7 +61,8 @@ def of_profile(document: Mapping[str, Any]) -> dict[str, Any]:
     """One session of summary-json, of the document of `simulate --json`; all times are modelled.
 
     Active times are means of the cores, that of DMA is of the core where any of the 16 engines is
-    active longest. Without `lines` there are no counts of instructions.
+    active longest. Without `lines` there are no counts of instructions; `tables`, of events, are
+    added as they are.
     """
     lines, cores = document.get("lines"), document["cores"]
     busy: Counter[str] = Counter()
@@ -70,7 +71,7 @@ def of_profile(document: Mapping[str, Any]) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     for entry in lines or []:
         counts[entry["engine"]] += entry["instructions"]
-    session = {
+    session: dict[str, Any] = {
         "is_simulation": True,
         "explorer_version": f"neuroncore {__version__}",
         "profile_name": document["kernel"],
@@ -84,6 +85,7 @@ def of_profile(document: Mapping[str, Any]) -> dict[str, Any]:
         "dma_transfer_count": document["dma"]["count"],
         "model_flops": document["flops"],
         "mfu_estimated_percent": document["mfu"],
+        **document.get("tables", {}),
     }
     for engine, name in ENGINES.items():
         if name in busy:
@@ -95,7 +97,7 @@ def of_profile(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def save(document: Mapping[str, Any], path: Path) -> None:
     """Write a profile's document as summary-json of one session, which is its kernel's name."""
-    text = json.dumps({document["kernel"]: of_profile(document)}, indent=2, allow_nan=False)
+    text = json.dumps({document["kernel"]: of_profile(document)}, allow_nan=False)
     with replacing(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
 

@@ -261,8 +261,8 @@ def covered(start: np.ndarray, end: np.ndarray) -> float:
 def occupancy(core: CoreSchedule, memory: MemoryRegion) -> list[tuple[float, int]]:
     """(ns, size in use from then on) of a memory, in time; one entry per moment."""
     changes: dict[float, int] = {}
-    for begin, end, size in core.occupied.get(memory, []):
-        changes[begin] = changes.get(begin, 0) + size
-        changes[end] = changes.get(end, 0) - size
+    for begin, end, s in core.occupied.get(memory, []):
+        changes[begin] = changes.get(begin, 0) + s.layout.size
+        changes[end] = changes.get(end, 0) - s.layout.size
     moments = sorted(changes)
     return list(zip(moments, accumulate([changes[m] for m in moments]), strict=True))

@@ -1,4 +1,4 @@
-"""Chrome trace-event files of a profile: one process per core, one track per engine and queue.
+"""Chrome trace-event files of a profile: a process per core, a track per engine, queue and tensor.
 
 Perfetto (ui.perfetto.dev) and chrome://tracing open them. Times are modelled, in microseconds.
 """
@@ -16,6 +16,7 @@ from neuroncore.files import replacing
 from neuroncore.memory.storage import MemoryRegion
 from neuroncore.profile.lanes import LaneRows, lane_of
 from neuroncore.profile.metrics import WAIT_NAMES, occupancy
+from neuroncore.profile.places import name_of, places
 from neuroncore.timing.times import CoreSchedule
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
             file.write(_metadata("process_name", number, 0, {"name": name}))
             for line in _instructions(core, number):
                 file.write(",\n" + line)
-            for line in _counters(core, number):
+            for line in (*_counters(core, number), *_tensors(core, number)):
                 file.write(",\n" + line)
             file.write(",\n" if number < profile.lnc - 1 else "\n")
         file.write("]}\n")
@@ -113,6 +114,22 @@ def _counters(core: CoreSchedule, process: int) -> Iterator[str]:
                 f'{{"ph": "C", "pid": {process}, "ts": {_us(_picoseconds(ns))}, '
                 f'"name": "{name}", "args": {{"{unit}": {size}}}}}'
             )
+
+
+def _tensors(core: CoreSchedule, process: int) -> Iterator[str]:
+    """Asynchronous events, which Perfetto shows in a track for each name."""
+    for memory, name, _ in _COUNTERS:
+        for number, place in enumerate(places(core, memory)):
+            about = {
+                "tensor": place.storage.describe(),
+                "partitions": f"{place.partition} to {place.partition_end - 1}",
+                "bytes": f"{place.byte} to {place.byte_end - 1} of each partition",
+            }
+            event = {"cat": f"{name.split()[0]} tensors", "id": f"{process}.{name[:4]}.{number}"}
+            event |= {"pid": process, "name": name_of(place.storage), "args": about}
+            for phase, ns in (("b", place.start), ("e", place.end)):
+                shared = json.dumps({"ph": phase, **event})
+                yield f'{shared[:-1]}, "ts": {_us(_picoseconds(ns))}}}'
 
 
 def _metadata(kind: str, process: int, track: int, facts: dict[str, Any]) -> str:

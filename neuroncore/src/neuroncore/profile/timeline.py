@@ -19,7 +19,7 @@ import numpy as np
 
 from neuroncore.files import replacing
 from neuroncore.memory import liveness
-from neuroncore.memory.storage import MemoryRegion
+from neuroncore.memory.storage import MemoryRegion, Storage
 from neuroncore.profile import report
 from neuroncore.profile.lanes import LaneRows, lane_of
 from neuroncore.profile.metrics import (
@@ -29,6 +29,7 @@ from neuroncore.profile.metrics import (
     occupancy,
     statement,
 )
+from neuroncore.profile.places import TensorPlace, name_of, places
 from neuroncore.timing.times import CoreSchedule
 from neuroncore.timing.trace import Record
 
@@ -103,13 +104,14 @@ class _Arrays:
 
 def _document(p: Profile, arrays: _Arrays) -> dict[str, Any]:
     ticks_per_ns = _TICKS / p.schedule.time_ns if p.schedule.time_ns else 1.0
-    kinds, places = _Kinds(), _Places()
+    kinds, lines = _Kinds(), _Lines()
+    tensors = _Tensors(lines)
     steps = critical_steps(p.schedule)
     cores = [
         _core(
             core,
             {i for at, i, _, _ in steps if at == number},
-            *(kinds, places, arrays, ticks_per_ns, p),
+            *(kinds, lines, tensors, arrays, ticks_per_ns, p),
         )
         for number, core in enumerate(p.schedule.cores)
     ]
@@ -120,7 +122,8 @@ def _document(p: Profile, arrays: _Arrays) -> dict[str, Any]:
         "ticks_per_ns": ticks_per_ns,
         "cores": cores,
         "kinds": kinds.documents,
-        "places": places.documents,
+        "places": lines.documents,
+        "tensors": tensors.documents(),
         "waits": WAIT_NAMES,
         "path": _path(steps, arrays, p.schedule.time_ns, ticks_per_ns),
         "what_would_help": p.what_would_help,
@@ -199,7 +202,7 @@ class _Kinds:
         return len(self.documents) - 1
 
 
-class _Places:
+class _Lines:
     """Source lines."""
 
     def __init__(self) -> None:
@@ -217,11 +220,54 @@ class _Places:
         return len(self.documents) - 1
 
 
+class _Tensors:
+    """Tensors that one line makes in one shape: a name, and the lines that write and read them."""
+
+    def __init__(self, lines: _Lines) -> None:
+        self._lines = lines
+        self._numbers: dict[Any, int] = {}
+        self._found: list[tuple[set[Storage], set[int], set[int]]] = []
+
+    def number(self, s: Storage) -> int:
+        """The number of a tensor's kind."""
+        number = self._numbers.setdefault((s.layout, s.code, s.line or s.name), len(self._found))
+        if number == len(self._found):
+            self._found.append((set(), set(), set()))
+        self._found[number][0].add(s)
+        return number
+
+    def use(self, core: CoreSchedule) -> None:
+        """Note which lines write and read the tensors of a core."""
+        for template, storages, code, line in core.issued:
+            at = self._lines.number(code.co_filename, line)
+            for operand, s in enumerate(storages):
+                _, writes, reads = self._found[self.number(s)]
+                (writes if operand < template.writes else reads).add(at)
+
+    def documents(self) -> list[dict[str, Any]]:
+        """What the page says of each."""
+        return [
+            {
+                "name": name_of(s),
+                "memory": s.memory.value.upper().replace("_", " "),
+                "type": f"{s.layout.dtype}[{','.join(map(str, s.layout.shape))}]",
+                "bytes": s.bytes,
+                "count": len(alike),
+                "place": f"{os.path.basename(s.code.co_filename)}:{s.line}" if s.code else "",
+                "writes": sorted(writes),
+                "reads": sorted(reads),
+            }
+            for alike, writes, reads in self._found
+            for s in [min(alike, key=lambda s: s.first)]
+        ]
+
+
 def _core(
     core: CoreSchedule,
     critical: set[int],
     kinds: _Kinds,
-    places: _Places,
+    lines: _Lines,
+    tensors: _Tensors,
     arrays: _Arrays,
     ticks_per_ns: float,
     profile: Profile,
@@ -237,14 +283,18 @@ def _core(
         "end": arrays.add(end[order], "uint32"),
         "kind": arrays.add([kinds.number(record) for record in rows], "uint32"),
         "place": arrays.add(
-            [places.number(code.co_filename, line) for _, _, code, line in rows], "uint32"
+            [lines.number(code.co_filename, line) for _, _, code, line in rows], "uint32"
         ),
         "wait": arrays.add(np.array(core.wait, np.uint8)[order], "uint8"),
         "cause": arrays.add(np.array(core.cause, np.int32)[order], "int32"),
         "critical": arrays.add(flags, "uint8"),
     }
+    tensors.use(core)
     memories = [
-        _memory(core, memory, name, unit, arrays, ticks_per_ns, profile)
+        {
+            **_memory(core, memory, name, unit, arrays, ticks_per_ns, profile),
+            "lives": _lives(core, memory, tensors, arrays, ticks_per_ns),
+        }
         for memory, name, unit in (
             (MemoryRegion.sbuf, "SBUF", "bytes per partition"),
             (MemoryRegion.psum, "PSUM", "banks"),
@@ -292,7 +342,7 @@ def _tensors_of_queues(core: CoreSchedule) -> dict[str, list[str]]:
     for i, queue in core.queue.items():
         template, storages, _, _ = core.issued[i]
         if template.hbm_operand >= 0:
-            found.setdefault(queue, {})[storages[template.hbm_operand].name] = None
+            found.setdefault(queue, {})[name_of(storages[template.hbm_operand])] = None
     return {queue: list(names) for queue, names in found.items()}
 
 
@@ -313,6 +363,24 @@ def _memory(
         "time": arrays.add(_ticks([ns for ns, _ in held], ticks_per_ns), "uint32"),
         "size": arrays.add([size for _, size in held], "uint32"),
     }
+
+
+def _lives(
+    core: CoreSchedule,
+    memory: MemoryRegion,
+    tensors: _Tensors,
+    arrays: _Arrays,
+    ticks_per_ns: float,
+) -> dict[str, Any]:
+    """Which tensor lies where, by start: bytes of each partition, and partitions."""
+    found = places(core, memory)
+    columns: dict[str, Any] = {
+        name: [getattr(p, name) for p in found] for name in TensorPlace._fields
+    }
+    columns["tensor"] = [tensors.number(s) for s in columns.pop("storage")]
+    for name in ("start", "end"):
+        columns[name] = _ticks(columns[name], ticks_per_ns)
+    return {name: arrays.add(values, "uint32") for name, values in columns.items()}
 
 
 def _path(

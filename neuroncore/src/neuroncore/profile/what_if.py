@@ -270,7 +270,7 @@ def _fills(memory: MemoryRegion) -> _MayBind:
         limit = room_of(memory, before.machine)
         for core in before.cores:
             held = max([size for _, size in occupancy(core, memory)], default=0)
-            largest = max([size for _, _, size in core.occupied.get(memory, [])], default=0)
+            largest = max([s.layout.size for _, _, s in core.occupied.get(memory, [])], default=0)
             if largest and held + largest > limit:
                 return True
         return False

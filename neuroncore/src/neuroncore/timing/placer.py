@@ -302,7 +302,7 @@ class Placer:
             return
         capacity, use = self.capacity[layout.memory], self.uses[s]
         use.last = i
-        capacity.occupied.append((self.times.start[use.begun], use.latest, layout.size))
+        capacity.occupied.append((self.times.start[use.begun], use.latest, s))
         if s.address is None:
             capacity.release(use.latest, layout.size, i)
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from neuroncore.hardware import DMA_ENGINES, PARTITIONS, Engine, Throttle
+from neuroncore.memory.storage import Storage
 from neuroncore.timing.trace import DmaCost, InstructionTemplate, on_grid
 
 
@@ -117,8 +118,8 @@ class Capacity:
     def __init__(self, limit: int) -> None:
         # (free from, size, instruction whose end freed it), earliest first
         self.free = [(0.0, limit, -1)]
-        self.occupied: list[tuple[float, float, int]] = []
-        """(from, to, size) of the tensors that have been here."""
+        self.occupied: list[tuple[float, float, Storage]] = []
+        """(from, to, tensor) of the tensors that have been here."""
 
     def take(self, size: int) -> tuple[float, int]:
         """(when so much is free, instruction whose end frees it) for a tensor of this size."""

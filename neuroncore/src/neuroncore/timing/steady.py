@@ -220,7 +220,7 @@ class Iterations:
         for number, found in enumerate(out.occupied.values()):
             new = found[mark.occupied[number] :]
             for turn in range(1, times + 1):
-                found.extend([(a + turn * period, b + turn * period, size) for a, b, size in new])
+                found.extend([(a + turn * period, b + turn * period, s) for a, b, s in new])
 
     def _shift(self, now: Mark, ns: float, times: int, mark: Mark, iterations: int) -> None:
         """Bring the state of all resources to the end of what was added."""

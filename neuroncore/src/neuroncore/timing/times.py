@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from neuroncore.hardware import DMA_ENGINES, Machine, Model
-from neuroncore.memory.storage import MemoryRegion
+from neuroncore.memory.storage import MemoryRegion, Storage
 from neuroncore.timing.trace import Record, Trace
 
 
@@ -41,10 +41,10 @@ class CoreSchedule:
     queue: dict[int, str] = field(default_factory=dict[int, str])
     """Queue of each DMA."""
     dma_busy_ns: list[float] = field(default_factory=lambda: [0.0] * DMA_ENGINES)
-    occupied: dict[MemoryRegion, list[tuple[float, float, int]]] = field(
-        default_factory=dict[MemoryRegion, list[tuple[float, float, int]]]
+    occupied: dict[MemoryRegion, list[tuple[float, float, Storage]]] = field(
+        default_factory=dict[MemoryRegion, list[tuple[float, float, Storage]]]
     )
-    """(from, to, size) of each tensor on chip."""
+    """(from, to, tensor) of each tensor on chip."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 // The timeline on a canvas. Items narrower than two pixels are summed by pixel column, so that a
 // frame takes one pass over what is visible, and the picture keeps what is busy and what is marked.
 
-const GUTTER = 150, RULER = 24, ROW = 16, GAP = 3, CHART = 44, WIDE = 2;
+const RULER = 24, ROW = 16, GAP = 3, CHART = 44, MAP = 144, WIDE = 2;
 
 // Add a span, at most two pixels wide, to the busy shares of the one or two columns that it is in.
 function addShare(shares, x, end) {
@@ -21,6 +21,7 @@ class Timeline {
     this.to = this.length;
     this.marked = -1;  // a source line, or -1 for the critical path
     this.kept = null;  // [core, index]
+    this.tensor = -1;  // a kind of tensor that is kept, or -1
     this.bands = this.layout();
     const last = this.bands[this.bands.length - 1];
     this.height = last.y + last.height + 8;
@@ -42,15 +43,19 @@ class Timeline {
       }
       for (const memory of core.memories) {
         add({kind: "memory", core: number, memory, label: prefix + memory.name}, CHART);
+        if (memory.top) {
+          add({kind: "map", core: number, memory, label: "by address"}, MAP);
+        }
       }
     });
     return bands;
   }
 
-  get width() { return this.canvas.clientWidth - GUTTER; }
+  get gutter() { return this.canvas.clientWidth < 600 ? 88 : 150; }
+  get width() { return this.canvas.clientWidth - this.gutter; }
   get scale() { return this.width / (this.to - this.from); }
-  x(ticks) { return GUTTER + (ticks - this.from) * this.scale; }
-  ticks(x) { return this.from + (x - GUTTER) / this.scale; }
+  x(ticks) { return this.gutter + (ticks - this.from) * this.scale; }
+  ticks(x) { return this.from + (x - this.gutter) / this.scale; }
 
   // Show [from, to], moved and cut to what there is, and not narrower than 200 ticks.
   show(from, to) {
@@ -60,7 +65,7 @@ class Timeline {
     this.draw();
   }
 
-  zoom(factor, x = GUTTER + this.width / 2) {
+  zoom(factor, x = this.gutter + this.width / 2) {
     const at = this.ticks(x);
     this.show(at - (at - this.from) * factor, at + (this.to - at) * factor);
   }
@@ -86,24 +91,38 @@ class Timeline {
     pen.fillRect(0, 0, canvas.clientWidth, this.height);
     for (const band of this.bands) {
       pen.fillStyle = this.color("band");
-      pen.fillRect(GUTTER, band.y, this.width, band.height);
+      pen.fillRect(this.gutter, band.y, this.width, band.height);
     }
     this.drawRuler();
     pen.save();
     pen.beginPath();
-    pen.rect(GUTTER, 0, this.width, this.height);
+    pen.rect(this.gutter, 0, this.width, this.height);
     pen.clip();
     for (const band of this.bands) {
       if (band.kind === "lane") this.drawLane(band);
       else if (band.kind === "memory") this.drawMemory(band);
+      else if (band.kind === "map") this.drawMap(band);
       else this.drawPath(band);
     }
     this.drawKept();
     pen.restore();
     for (const band of this.bands) {
       pen.fillStyle = this.color(band.kind === "path" ? "mark" : "ink");
-      pen.fillText(this.fitted(band.label, GUTTER - 12), 6, band.y + Math.min(band.height, ROW) / 2);
+      pen.fillText(this.fitted(band.label, this.gutter - 12), 6,
+        band.y + Math.min(band.height, ROW) / 2);
+      if (band.kind === "map") this.drawAxis(band);
     }
+  }
+
+  // The bytes at the ends of a map.
+  drawAxis(band) {
+    const {pen} = this;
+    pen.fillStyle = this.color("faint");
+    pen.textAlign = "right";
+    const last = `${(band.memory.top / 1024).toFixed(1).replace(".0", "")} KiB`;
+    pen.fillText("byte 0", this.gutter - 4, band.y + ROW * 1.5);
+    pen.fillText(last, this.gutter - 4, band.y + band.height - 6);
+    pen.textAlign = "left";
   }
 
   fitted(text, width) {
@@ -148,11 +167,11 @@ class Timeline {
       if (end - x >= WIDE) {
         const left = Math.max(x, -2), width = Math.min(end, this.width + 2) - left;
         pen.fillStyle = isStrong ? markColor : plainColor;
-        pen.fillRect(GUTTER + left, band.y, width - (width > 4 ? 1 : 0), band.height);
+        pen.fillRect(this.gutter + left, band.y, width - (width > 4 ? 1 : 0), band.height);
         if (width > 40) {
           pen.fillStyle = isStrong ? markInk : ink;
           const opcode = this.trace.kinds[c.kind[i]].opcode;
-          pen.fillText(this.fitted(opcode, width - 8), GUTTER + left + 4, band.y + ROW / 2);
+          pen.fillText(this.fitted(opcode, width - 8), this.gutter + left + 4, band.y + ROW / 2);
         }
       } else {
         addShare(busy, x, end);
@@ -169,7 +188,7 @@ class Timeline {
     for (let column = 0; column < shares.length; column++) {
       if (shares[column] > 0) {
         const height = Math.max(Math.min(shares[column], 1) * band.height, 2);
-        this.pen.fillRect(GUTTER + column, band.y + band.height - height, 1, height);
+        this.pen.fillRect(this.gutter + column, band.y + band.height - height, 1, height);
       }
     }
   }
@@ -182,10 +201,10 @@ class Timeline {
     const first = firstAbove(time, this.from, 0, time.length);
     let column = -1, most = first > 0 ? size[first - 1] : 0, value = most;
     const bar = (x, width, v) => v && pen.fillRect(x, top(v), width, band.y + band.height - top(v));
-    let x = GUTTER;
+    let x = this.gutter;
     for (let i = first; i <= time.length; i++) {
-      const at = i < time.length ? Math.min(this.x(time[i]), GUTTER + this.width)
-        : GUTTER + this.width;
+      const at = i < time.length ? Math.min(this.x(time[i]), this.gutter + this.width)
+        : this.gutter + this.width;
       if (Math.floor(at) > Math.floor(x)) {  // the fullest moment of a column, then what lasts
         bar(Math.floor(x), 1, most);
         bar(Math.floor(x) + 1, Math.floor(at) - Math.floor(x) - 1, value);
@@ -200,12 +219,50 @@ class Timeline {
     pen.strokeStyle = this.color("limit");
     pen.setLineDash([4, 4]);
     pen.beginPath();
-    pen.moveTo(GUTTER, top(limit));
-    pen.lineTo(GUTTER + this.width, top(limit));
+    pen.moveTo(this.gutter, top(limit));
+    pen.lineTo(this.gutter + this.width, top(limit));
     pen.stroke();
     pen.setLineDash([]);
     pen.fillStyle = this.color("faint");
-    pen.fillText(`${limit.toLocaleString("en")} ${band.memory.unit}`, GUTTER + 4, top(limit) + 8);
+    pen.fillText(`${limit.toLocaleString("en")} ${band.memory.unit}`, this.gutter + 4, top(limit) + 8);
+  }
+
+  // The bytes of a tensor's life as rows of its band: a tensor on fewer than 128 partitions has
+  // their share of its height, so that two that lie above one another are both seen.
+  rowsOf(band, i) {
+    const {lives, top} = band.memory, unit = band.height / top;
+    const size = lives.byte_end[i] - lives.byte[i], share = size * unit / 128;
+    const y = band.y + lives.byte[i] * unit + lives.partition[i] * share;
+    return [y, Math.max((lives.partition_end[i] - lives.partition[i]) * share, 1)];
+  }
+
+  drawMap(band) {
+    const {lives} = band.memory, {pen, from, to, scale} = this;
+    const ink = this.color("tensor-ink"), edge = this.color("band");
+    for (let i = 0; i < lives.start.length && lives.start[i] <= to; i++) {
+      if (lives.end[i] < from) continue;
+      const left = Math.max((lives.start[i] - from) * scale, -2);
+      const width = Math.max(Math.min((lives.end[i] - from) * scale, this.width + 2) - left, 1);
+      const [y, height] = this.rowsOf(band, i), tensor = lives.tensor[i];
+      pen.globalAlpha = this.tensor < 0 || this.tensor === tensor ? 1 : 0.25;
+      pen.fillStyle = this.tensorColor(tensor);
+      pen.fillRect(this.gutter + left, y, width, height);
+      if (width > 3 && height > 3) {
+        pen.strokeStyle = edge;
+        pen.strokeRect(this.gutter + left + 0.5, y + 0.5, width - 1, height - 1);
+      }
+      if (width > 40 && height > 11) {
+        pen.fillStyle = ink;
+        const x = Math.max(left, 0) + 4, room = left + width - x - 4;
+        pen.fillText(this.fitted(this.trace.tensors[tensor].name, room), this.gutter + x,
+          y + Math.min(height / 2, ROW / 2));
+      }
+    }
+    pen.globalAlpha = 1;
+  }
+
+  tensorColor(tensor) {
+    return `hsl(${(tensor * 137.5 + 200) % 360} ${this.color("tensor-tone")})`;
   }
 
   drawPath(band) {
@@ -219,11 +276,11 @@ class Timeline {
       const end = (path.ended[i] - from) * scale, engine = this.engineOf(path, i);
       if (begin - x >= 0.5) {
         pen.fillStyle = waiting;
-        pen.fillRect(GUTTER + x, band.y + ROW / 2 - 1, begin - x, 3);
+        pen.fillRect(this.gutter + x, band.y + ROW / 2 - 1, begin - x, 3);
       }
       if (end - begin >= WIDE) {
         pen.fillStyle = colors[engine];
-        pen.fillRect(GUTTER + begin, band.y, end - begin, band.height);
+        pen.fillRect(this.gutter + begin, band.y, end - begin, band.height);
       } else {
         addShare(sums[engine], begin, end);
       }
@@ -263,7 +320,7 @@ class Timeline {
   // What is at a point of the canvas: {core, index}, or {text} in a chart, or null.
   at(x, y) {
     const band = this.bands.find((b) => b.y <= y && y < b.y + b.height);
-    if (!band || x < GUTTER) return null;
+    if (!band || x < this.gutter) return null;
     const ticks = this.ticks(x), near = 3 / this.scale;
     if (band.kind === "memory") {
       const {time, size, limit, name, unit} = band.memory;
@@ -272,6 +329,18 @@ class Timeline {
       const ns = ticks / this.trace.ticks_per_ns;
       return {text: `${name}: ${value} of ${limit.toLocaleString("en")} ${unit}\n` +
         `at ${shownTime(ns)}`};
+    }
+    if (band.kind === "map") {
+      const {lives} = band.memory;
+      for (let i = lives.start.length - 1; i >= 0; i--) {
+        const [top, height] = this.rowsOf(band, i);
+        if (lives.start[i] <= ticks + near && ticks - near <= lives.end[i] && top <= y &&
+          y < top + Math.max(height, 2)) {
+          const tensor = lives.tensor[i];
+          return {tensor, text: describeTensor(this.trace, tensor, lives, i)};
+        }
+      }
+      return null;
     }
     if (band.kind === "path") {
       const {path} = this.trace;

@@ -17,7 +17,10 @@ function fillTable(table, titles, rows) {
   const body = table.createTBody();
   return rows.map((cells) => {
     const row = body.insertRow();
-    cells.forEach((cell, i) => row.append(make("td", cell, classes[i])));
+    cells.forEach((cell, i) => {
+      row.append(make("td", cell, classes[i]));
+      row.lastChild.dataset.title = titles[i].replace(/^>/, "");
+    });
     return row;
   });
 }
@@ -70,13 +73,39 @@ function showLines(trace, timeline) {
   });
 }
 
-// Keep an instruction: its description stays, with a way back along what it waited for.
+function showTensors(trace, timeline) {
+  const number = (value) => value.toLocaleString("en");
+  const at = (numbers) => numbers.map((n) => trace.places[n].place).join(", ");
+  const order = [...trace.tensors.keys()].sort((a, b) => {
+    const [one, other] = [trace.tensors[a], trace.tensors[b]];
+    return one.memory.localeCompare(other.memory) || other.bytes - one.bytes;
+  });
+  const titles = ["tensor", "in", "type", ">bytes (on chip: of each partition)", ">times", "made at",
+    "written at", "read at"];
+  const rows = fillTable(element("tensors"), titles, order.map((n) => {
+    const {name, memory, type, bytes, count, place, writes, reads} = trace.tensors[n];
+    return [name, memory, type, number(bytes), number(count), place, at(writes), at(reads)];
+  }));
+  rows.forEach((row, i) => {
+    row.dataset.tensor = order[i];
+    row.addEventListener("click", () =>
+      keep(timeline, timeline.tensor === order[i] ? null : {tensor: order[i]}));
+  });
+}
+
+// Keep an instruction, with a way back along what it waited for, or a tensor: its description stays.
 function keep(timeline, found) {
-  const {trace} = timeline, shown = element("kept");
-  timeline.kept = found && [found.core, found.index];
+  const {trace} = timeline, shown = element("kept"), isTensor = found?.tensor !== undefined;
+  timeline.kept = found && !isTensor ? [found.core, found.index] : null;
+  timeline.tensor = isTensor ? found.tensor : -1;
+  for (const row of element("tensors").querySelectorAll("tbody tr")) {
+    row.classList.toggle("chosen", Number(row.dataset.tensor) === timeline.tensor);
+  }
   shown.hidden = !found;
   shown.replaceChildren();
-  if (found) {
+  if (isTensor) {
+    shown.append(found.text || describeTensor(trace, found.tensor));
+  } else if (found) {
     const core = trace.cores[found.core], cause = core.columns.cause[found.index];
     shown.append(describe(trace, found.core, found.index) + "\n");
     if (cause >= 0) {
@@ -106,18 +135,28 @@ function showTip(timeline, x, y) {
 }
 
 function listen(timeline) {
-  const {canvas} = timeline;
+  const {canvas} = timeline, fingers = new Map();
   let dragged = null;
   canvas.addEventListener("wheel", (event) => {
     event.preventDefault();
     if (event.shiftKey) timeline.move(Math.sign(event.deltaY) * 0.1);
     else timeline.zoom(1.2 ** Math.sign(event.deltaY), event.offsetX);
   }, {passive: false});
+  const grab = (x, moved) => { dragged = {x, from: timeline.from, to: timeline.to, moved}; };
   canvas.addEventListener("pointerdown", (event) => {
-    dragged = {x: event.offsetX, from: timeline.from, to: timeline.to, moved: false};
+    fingers.set(event.pointerId, event.offsetX);
+    grab(event.offsetX, fingers.size > 1);
     canvas.setPointerCapture(event.pointerId);
   });
   canvas.addEventListener("pointermove", (event) => {
+    if (fingers.size === 2 && fingers.has(event.pointerId)) {
+      const [a, b] = fingers.values();
+      fingers.set(event.pointerId, event.offsetX);
+      const [c, d] = fingers.values(), before = Math.abs(a - b), now = Math.abs(c - d);
+      if (before > 8 && now > 8) timeline.zoom(before / now, (c + d) / 2);
+      element("tip").hidden = true;
+      return;
+    }
     if (dragged && Math.abs(event.offsetX - dragged.x) > 3) dragged.moved = true;
     if (dragged?.moved) {
       const by = (dragged.x - event.offsetX) / timeline.scale;
@@ -128,11 +167,20 @@ function listen(timeline) {
   canvas.addEventListener("pointerup", (event) => {
     if (dragged && !dragged.moved) {
       const found = timeline.at(event.offsetX, event.offsetY);
-      keep(timeline, found && !found.text ? found : null);
+      keep(timeline, found && (found.tensor !== undefined || !found.text) ? found : null);
+      showTip(timeline, event.offsetX, event.offsetY);
     }
-    dragged = null;
   });
-  canvas.addEventListener("pointerleave", () => { element("tip").hidden = true; });
+  const release = (event) => {  // a finger that stays goes on dragging
+    fingers.delete(event.pointerId);
+    if (fingers.size) grab([...fingers.values()][0], true);
+    else dragged = null;
+  };
+  canvas.addEventListener("pointerup", release);
+  canvas.addEventListener("pointercancel", release);
+  canvas.addEventListener("pointerleave", (event) => {
+    if (event.pointerType !== "touch") element("tip").hidden = true;
+  });
   const actions = {
     in: ["w", () => timeline.zoom(0.7)], out: ["s", () => timeline.zoom(1 / 0.7)],
     left: ["a", () => timeline.move(-0.25)], right: ["d", () => timeline.move(0.25)],
@@ -144,15 +192,33 @@ function listen(timeline) {
       if (event.key === key && !event.ctrlKey && !event.metaKey && !event.altKey) act();
     });
   }
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timeline.draw());
+}
+
+// As the browser prefers, until the switch is used.
+function chooseTheme(redraw) {
+  const dark = matchMedia("(prefers-color-scheme: dark)"), {dataset} = document.documentElement;
+  const choose = (theme) => {
+    dataset.theme = theme;
+    element("theme").textContent = theme === "dark" ? "light page" : "dark page";
+    redraw();
+  };
+  const follow = () => choose(dark.matches ? "dark" : "light");
+  dark.addEventListener("change", follow);
+  element("theme").addEventListener("click", () => {
+    dark.removeEventListener("change", follow);
+    choose(dataset.theme === "dark" ? "light" : "dark");
+  });
+  follow();
 }
 
 let timeline;
+chooseTheme(() => timeline?.draw());
 readTrace().then((trace) => {
   timeline = new Timeline(element("canvas"), trace);
   showFacts(trace);
   showWhatIf(trace);
   showLines(trace, timeline);
+  showTensors(trace, timeline);
   listen(timeline);
   timeline.draw();
   document.documentElement.dataset.ready = "yes";

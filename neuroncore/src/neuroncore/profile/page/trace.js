@@ -23,6 +23,8 @@ async function readTrace() {
     core.columns.number.forEach((number, index) => { core.at[number] = index; });
     for (const memory of core.memories) {
       Object.assign(memory, unpack({time: memory.time, size: memory.size}));
+      memory.lives = unpack(memory.lives);
+      memory.top = memory.lives.byte_end.reduce((most, end) => Math.max(most, end), 0);
     }
   }
   trace.path = unpack(trace.path);
@@ -65,6 +67,26 @@ function describe(trace, coreNumber, index) {
   if (kind.work) lines.push(kind.work);
   lines.push(`waited for ${waited}`);
   if (c.critical[index]) lines.push("on the critical path");
+  return lines.join("\n");
+}
+
+// A kind of tensor in words, and the place and time of one of its lives.
+function describeTensor(trace, tensor, lives = null, i = -1) {
+  const {name, memory, type, place, writes, reads} = trace.tensors[tensor];
+  const lines = [`${name}: ${type} in ${memory}${place && `, made at ${place}`}`];
+  if (lives) {
+    const shown = (ticks) => shownTime(ticks / trace.ticks_per_ns, 1);
+    const size = lives.byte_end[i] - lives.byte[i];
+    lines.push(`bytes ${lives.byte[i].toLocaleString("en")} to ` +
+      `${(lives.byte_end[i] - 1).toLocaleString("en")} (${size.toLocaleString("en")}) of ` +
+      `partitions ${lives.partition[i]} to ${lives.partition_end[i] - 1}`,
+      `from ${shown(lives.start[i])} to ${shown(lives.end[i])}`);
+  }
+  const at = (numbers) => numbers.map((n) => `${trace.places[n].place}  ${trace.places[n].text}`);
+  const list = (word, found) => found.forEach((text, n) =>
+    lines.push(`${n ? " ".repeat(word.length) : word} ${text}`));
+  list("written", at(writes));
+  list("read   ", at(reads));
   return lines.join("\n");
 }
 
