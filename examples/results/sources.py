@@ -56,6 +56,8 @@ RIVAL = (
     f"--new-tokens {NEW} --ratio 0.2 --storage fp8 --targets all-linear --storage-lm-head fp8"
 )
 """What low rank must beat: dense weights in one byte, the output head's too."""
+ENGINES = "python tests/engines/sources out/sources"
+"""What runs in the sources of others' engines; `checkouts.py` beside it says how to get them."""
 DIVIDED_MODELS = ("Llama-3.1-70B", "Qwen3-32B", "Llama-3.1-8B")
 DIVIDED_RATIOS = (0.2, 0.5)
 """Of the models that tensor parallelism is shown on."""
@@ -119,6 +121,7 @@ def datasets() -> dict[str, Dataset]:
         Dataset("published", ("python benchmarks published",), 2),
         Dataset("whole", tuple(_whole()), 6),
         Dataset("rival", (RIVAL,), 1),
+        Dataset("engines", (ENGINES,), 15),
         Dataset("tensor_parallel", tuple(_divided()), 3),
     ]
     found += [Dataset(f"model_{name}", tuple(_models(name)), 1) for name in SHAPES]

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from commands import run
 
-SOURCES = Path(__file__).with_name("sources")
-sys.path.append(str(SOURCES))
+sys.path.append(str(Path(__file__).with_name("sources")))
 
-from checkouts import CHECKOUTS, missing  # noqa: E402
+from checkouts import CHECKOUTS, missing
+
+SOURCES = Path(__file__).with_name("sources")
 
 
 def test_a_folder_is_the_commit_or_its_problem_is_one_line(tmp_path):

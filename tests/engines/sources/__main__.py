@@ -3,8 +3,8 @@
     python tests/engines/sources DIR [--json] [--engine NAME ...]
 
 DIR holds the checkouts that `checkouts.py` names. Engines run in the environment that `make
-engines-env` made. Prints a row an engine; exit code 1 where an answer differs, 2 where a source or
-the environment is missing.
+engines-env` made. Prints a row an engine; exit code 1 where an answer differs or a
+signature moved, 2 where a source or the environment is missing.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from checkouts import CHECKOUTS, missing
+from signatures import moved
 
 HERE = Path(__file__).parent
 PYTHON = HERE.parents[2] / ".venv-engines" / "bin" / "python"
@@ -24,12 +25,21 @@ PYTHON = HERE.parents[2] / ".venv-engines" / "bin" / "python"
 
 @dataclass(frozen=True)
 class Engine:
-    """A row: what runs, of which checkouts, which cases (all if none) on how many ranks."""
+    """A row of the table.
+
+    Attributes:
+        name: of the engine.
+        script: of this folder.
+        folders: checkouts, each with the folder in it that the script takes.
+        ranks: which cases, all where none is named, on how many ranks.
+        ran: what of the engine ran.
+    """
 
     name: str
     script: str
     folders: dict[str, str]
     ranks: dict[int, tuple[str, ...]]
+    ran: str
 
     def run(self, directory: Path) -> dict[str, Any]:
         """Run every case; raise `RuntimeError` with the last line where it ends early."""
@@ -45,6 +55,7 @@ class Engine:
                 raise RuntimeError(f"{self.name} on {ranks} ranks ended after {len(rows)}: {last}")
         return {
             "engine": self.name,
+            "ran": self.ran,
             "sources": {
                 CHECKOUTS[folder].repository: [CHECKOUTS[folder].version, CHECKOUTS[folder].commit]
                 for folder in self.folders
@@ -53,7 +64,7 @@ class Engine:
             "cases": len(rows),
             "equal": sum(row["equal"] for row in rows),
             "new_tokens": sum(row["new_tokens"] for row in rows),
-            "largest_error": max(row["error"] for row in rows),
+            "largest_error": max((row["error"] for row in rows if "error" in row), default=None),
         }
 
 
@@ -62,9 +73,31 @@ ENGINES = (
         "NxD Inference",
         "nxdi.py",
         {"nxd": "src", "nxdi": "src"},
-        {1: ("llama", "llama fused", "qwen3"), 2: (), 4: ("llama", "llama heads")},
+        {
+            1: ("llama", "qwen3"),
+            2: ("llama", "llama one", "llama fused", "llama mixed", "llama biases", "qwen2"),
+            4: ("llama heads",),
+        },
+        "models, generation, layers, `ModelBuilder.shard_checkpoint`, ranks over gloo",
+    ),
+    Engine(
+        "vLLM on NxD Inference",
+        "vllm_nxdi.py",
+        {"nxd": "src", "nxdi": "src", "vllm-neuron-0.2": "."},
+        {1: ("llama", "qwen3")},
+        "our entry point, the plugin's model loader and its NxD Inference; not vLLM itself",
     ),
 )
+
+
+def said(row: dict[str, Any]) -> str:
+    """A row in words."""
+    error = row["largest_error"]
+    return (
+        f"{row['engine']}: tokens of {row['equal']} of {row['cases']} cases equal Transformers' "
+        f"({row['new_tokens']} tokens), ranks {', '.join(map(str, row['ranks']))}"
+        + ("" if error is None else f", logits within {error:.1e}")
+    )
 
 
 def main() -> int:
@@ -83,17 +116,17 @@ def main() -> int:
         print("\n".join(problems), file=sys.stderr)
         print(f"python tests/engines/sources/checkouts.py {arguments.directory}", file=sys.stderr)
         return 2
+    lines = [line for folder in folders for line in moved(arguments.directory, folder)]
+    if lines:
+        print("\n".join(lines), file=sys.stderr)
+        return 1
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = [engine.run(arguments.directory) for engine in chosen]
     if arguments.json:
         print(json.dumps(rows))
     else:
         for row in rows:
-            print(
-                f"{row['engine']}: {row['equal']} of {row['cases']} cases equal Transformers', "
-                f"{row['new_tokens']} tokens, ranks {row['ranks']}, "
-                f"largest error {row['largest_error']:.1e}"
-            )
+            print(said(row))
     return int(any(row["equal"] != row["cases"] for row in rows))
 
 
