@@ -77,7 +77,8 @@ def test_python_m_runs_scripts_and_commands(script):
 @pytest.mark.parametrize(
     ("name", "text", "code", "words"),
     [
-        ("a.py", "import torch_xla\n", 1, ["torch_xla", "device alone", "a.py:1"]),
+        ("a.py", "from torch_xla import launch\n", 1, ["torch_xla", "device alone", "a.py:1"]),
+        ("a.py", "import torch_xla.runtime\n", 1, ["torch_xla", "device alone", "a.py:1"]),
         ("a.py", "from neuronxcc import nki\n", 1, ["NKI Beta", "a.py:1"]),
         ("a.py", "import helper_that_is_not\n", 1, ["No module named", "a.py:1"]),
         ("a.py", "\0", 1, ["null bytes"]),
@@ -89,6 +90,30 @@ def test_files_that_cannot_run(run, tmp_path, name, text, code, words):
     (tmp_path / name).write_text(text)
     failed(run("run", tmp_path / name), code, *words)
     failed(run("simulate", f"{tmp_path / name}:kernel"), code, *words)
+
+
+DRIVER = """
+import torch, torch_neuronx, torch_xla, torch_xla.core.xla_model as xm
+from adding import add
+x = torch.ones((4, 3), dtype=torch.float16, device=torch_xla.device()).to(xm.xla_device())
+print(torch_neuronx.trace(add, (x, x))(x, x).sum().item(), end="")
+torch_xla.sync(wait=True)
+xm.mark_step()
+"""
+
+
+def test_a_driver_of_torch_xla_runs_on_the_cpu(run, tmp_path):
+    (tmp_path / "adding.py").write_text(KERNEL)
+    (tmp_path / "driver.py").write_text(DRIVER)
+    outcome = run("run", tmp_path / "driver.py")
+    sys.modules.pop("adding", None)
+    assert (outcome.code, outcome.out) == (0, "24.0")
+    assert not {"torch_xla", "torch_neuronx"} & set(sys.modules)
+
+
+def test_dtypes_have_a_module():
+    with nc.as_nki() as nki:
+        assert importlib.import_module("nki.dtype").float8_e4m3 is nki.dtype.float8_e4m3
 
 
 def test_a_file_without_a_name_lists_its_kernels(run, script, tmp_path):

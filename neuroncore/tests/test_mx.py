@@ -14,6 +14,7 @@ from samples import bf16, data
 import neuroncore as nc
 from neuroncore import isa as nisa
 from neuroncore import language as nl
+from neuroncore.dtypes import array_dtype
 
 FORMATS = {
     "float8_e4m3fn_x4": (ml_dtypes.float8_e4m3fn, 8, 448.0),
@@ -190,6 +191,25 @@ def test_quantized_operands_multiply_as_what_they_came_from():
     left, right = (v.astype(float).reshape(128, -1, 4).transpose(0, 2, 1) for v in (x, w))
     exact = left.reshape(512, 16).T @ right.reshape(512, 32)
     np.testing.assert_array_equal(run(kernel, x, w, target="trn3"), exact)
+
+
+@pytest.mark.parametrize("name", ["float8_e5m2_x4", "float8_e4m3fn_x4", "float4_e2m1fn_x4"])
+def test_arrays_of_a_packed_dtype_enter_as_it_and_are_written_to(name):
+    dtype = getattr(nl, name)
+    words = np.random.default_rng(0).integers(0, 1 << 15, (64, 4)).astype(dtype.numpy)
+    x = words.view(array_dtype(dtype))
+    assert x.dtype.names == (name,)
+    assert x.nbytes == words.nbytes
+    y = np.asfortranarray(np.zeros_like(x))
+
+    def kernel(x, y):
+        assert x.dtype == y.dtype == dtype
+        tile = loaded(x)
+        nisa.dma_copy(y, tile)
+        return stored(tile)
+
+    np.testing.assert_array_equal(run(kernel, x, y, target="trn3"), words)
+    np.testing.assert_array_equal(y, x)
 
 
 def test_narrow_floats_kept_wide_give_the_same_bits(monkeypatch):

@@ -13,10 +13,9 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from neuroncore import collectives, isa, typing
+from neuroncore import collectives, dtypes, isa, typing
 from neuroncore import language as nl
 from neuroncore.core import running
-from neuroncore.dtypes import DType
 from neuroncore.kernel import Kernel, RunSettings, Simulation, jit, run, simulate
 
 
@@ -88,15 +87,16 @@ def _modules() -> dict[str, types.ModuleType]:
     package.__doc__ = "The simulated NeuronCore, under the name of the real package."
     simulator = types.ModuleType("nki.simulator")
     simulator.__dict__["simulate_kernel"] = simulate_kernel
-    parts = {"language": nl, "isa": isa, "typing": typing, "collectives": collectives}
-    parts["simulator"] = simulator
+    parts: dict[str, types.ModuleType] = {
+        "language": nl, "isa": isa, "typing": typing, "collectives": collectives,
+        "dtype": dtypes, "simulator": simulator,
+    }  # fmt: skip
     vars(package).update(
         parts,
         jit=jit,
         simulate=simulate,
         benchmark=functools.partial(_measured, _benchmark),
         profile=functools.partial(_measured, _profile),
-        dtype=DType,
     )
     modules = {"nki": package, **{f"nki.{name}": part for name, part in parts.items()}}
     return {**modules, "nki.isa.constants": isa.constants}
@@ -109,7 +109,7 @@ def install() -> types.ModuleType:
     """
     package = _modules()["nki"]
     if sys.modules.get("nki") is not package:
-        if "nki" in sys.modules or importlib.util.find_spec("nki") is not None:
+        if _is_there("nki"):
             raise RuntimeError(
                 "as_nki: the package nki is installed; use it, or uninstall it to simulate"
             )
@@ -131,3 +131,45 @@ def as_nki() -> Generator[types.ModuleType]:
         if not was_installed:
             for name in _modules():
                 sys.modules.pop(name, None)
+
+
+@contextlib.contextmanager
+def torch_on_cpu() -> Generator[None]:
+    """While the block runs, scripts find the CPU where they ask torch-xla for its device.
+
+    Of torch_xla: `device`, `sync`, and `xla_device` and `mark_step` of `core.xla_model`; of
+    torch_neuronx: `trace`, which returns the kernel. Nothing changes where a package is installed.
+    """
+
+    def device(index: int | None = None) -> Any:
+        return importlib.import_module("torch").device("cpu")
+
+    def done(*_: Any, **__: Any) -> None:
+        """Everything has run when a call returns."""
+
+    contents: dict[str, dict[str, Any]] = {
+        "torch_xla": {"device": device, "sync": done},
+        "torch_xla.core": {},
+        "torch_xla.core.xla_model": {"xla_device": device, "mark_step": done},
+        "torch_neuronx": {"trace": lambda kernel, example_inputs, **_: kernel},
+    }
+    absent = [name for name in ("torch_xla", "torch_neuronx") if not _is_there(name)]
+    added: dict[str, types.ModuleType] = {}
+    for name, members in contents.items():
+        package, _, last = name.rpartition(".")
+        if name.partition(".")[0] in absent:
+            spec = ModuleSpec(name, None, is_package=True)
+            added[name] = importlib.util.module_from_spec(spec)
+            vars(added[name]).update(members)
+            if package:
+                setattr(added[package], last, added[name])
+    sys.modules.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            sys.modules.pop(name, None)
+
+
+def _is_there(package: str) -> bool:
+    return package in sys.modules or importlib.util.find_spec(package) is not None

@@ -87,12 +87,18 @@ DTYPES: dict[str, DType] = {
 }  # fmt: skip
 """Every dtype of NKI 0.6 by name."""
 
+
+def array_dtype(dtype: DType) -> np.dtype[Any]:
+    """The NumPy dtype of arrays that enter a kernel as `dtype`; a packed type is a named field."""
+    return np.dtype([(str(dtype), dtype.numpy)]) if dtype.kind == "packed" else dtype.numpy
+
+
 _OF_NUMPY: dict[np.dtype[Any], DType] = {
     np.dtype(np.bool_): bool_,
     **{
-        dtype.numpy: dtype
+        array_dtype(dtype): dtype
         for dtype in DTYPES.values()
-        if dtype.kind not in ("bool", "packed") and dtype is not tfloat32
+        if dtype.kind != "bool" and dtype is not tfloat32
     },
 }
 

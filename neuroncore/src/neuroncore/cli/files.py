@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TextIO, cast
 from neuroncore import Kernel, NkiValidationError
 from neuroncore import as_nki as simulator_as_nki
 from neuroncore.cli.console import KernelError, Terminated
+from neuroncore.dropin import torch_on_cpu
 
 
 class UsageError(ValueError):
@@ -108,10 +109,11 @@ def listed(names: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def as_nki() -> Generator[None]:
-    """`import nki` finds the simulator."""
+    """`import nki` finds the simulator, and torch-xla's device is the CPU."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(simulator_as_nki())
+            stack.enter_context(torch_on_cpu())
         except RuntimeError as error:
             raise ValueError(str(error)) from error
         yield
@@ -262,7 +264,7 @@ def reported(path: Path) -> Generator[None]:
             what = "an error that has no text"
         if isinstance(error, AssertionError) and not what:
             what = linecache.getline(str(path), line).strip()
-        if isinstance(error, ModuleNotFoundError):
+        if isinstance(error, ImportError):
             what += _ABSENT.get((error.name or "").partition(".")[0], "")
         raise KernelError(f"{type(error).__name__}: {what}{where}") from error
 
