@@ -1,0 +1,1 @@
+"""Kernels and tests that others published, run unmodified on the simulated core."""
