@@ -28,6 +28,9 @@ def add(commands: Any) -> None:
     )
     add_command(commands, "layer", _layer, _show_layer, description)
 
+    description = "how quick neuroncore is on this machine: CPU seconds, beside NumPy; memory"
+    add_command(commands, "simulator", _simulator, _show_simulator, description)
+
     description = "our NKI kernels compared with NeuronMM's on the simulated core; time is modelled"
     example = "--model Llama-3.2-1B --tokens 1 --target trn2"
     command = add_command(
@@ -74,6 +77,38 @@ def _show_published(rows: list[dict[str, Any]]) -> None:
         for each in published.scores(rows)
     ]
     show_table(columns, found, left=["group", "DMA model"])
+
+
+def _simulator(options: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import simulator
+
+    with progress_bars() as progress:
+        return simulator.run(progress)
+
+
+def _show_simulator(found: dict[str, Any]) -> None:
+    stdout.print(f"{found['machine']}, Python {found['python']}; CPU seconds of one core.")
+    columns = ["kernel", "instructions", "DMAs a matmul", "s", "a second", "scheduled a second"]
+    fields = ("dmas_per_matmul", "cpu_s", "per_second", "scheduled_per_second")
+    cells = [
+        [row["name"], f"{row['instructions']:,}", *[_number(row[f], 1, ",.4g") for f in fields]]
+        for row in found["traces"]
+    ]
+    show_table(columns, cells, left=["kernel"], title="Trace and schedule")
+    columns = ["kernel", "executed s", "NumPy s", "over NumPy", "without its trace"]
+    fields = ("execute_s", "numpy_s", "ratio", "ratio_without_trace")
+    cells = [[row["name"], *[_number(row[f], 1, ".3g") for f in fields]] for row in found["values"]]
+    show_table(columns, cells, left=["kernel"], title="Values")
+    for row in found["memory"]:
+        stdout.print(
+            f"{row['streamed_bytes'] / 1e6:,.0f} MB through SBUF: a peak of "
+            f"{row['peak_bytes'] / 1e6:.1f} MB, {row['live_bytes'] / 1e6:.1f} MB live at once."
+        )
+    for row in found["long"]:
+        stdout.print(
+            f"A kernel of {row['time_ms']:.1f} ms (modelled), {row['instructions']:,} "
+            f"instructions: {row['cpu_s']:.1f} s in mode {row['mode']}."
+        )
 
 
 def _predictions(options: argparse.Namespace) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import tracemalloc
 import types
 import weakref
 
@@ -371,3 +372,49 @@ def test_ranges_are_pythons_and_sizes_depend_on_the_target():
     assert sizes == [180_224, 212_984, 245_752]
     assert nl.tile_size.sbuf_size_bytes == 128 * nl.tile_size.sbuf_fmax_bytes
     assert nl.tile_size.total_available_sbuf_size == nl.tile_size.sbuf_fmax * 4 // 1
+
+
+def test_values_live_as_long_as_the_tensors_of_the_kernel():
+    """512 tiles of 256 KiB pass through SBUF; two are live at once. The trace keeps none."""
+
+    def kernel(x, on_device):
+        def body(_):
+            tile = nl.ndarray((128, 512), nl.float32)
+            nisa.dma_copy(tile, x)
+            nisa.tensor_tensor(total, total, tile, nl.add)
+
+        total = nl.zeros((128, 512), nl.float32)
+        y = nl.ndarray((128, 512), nl.float32, nl.shared_hbm)
+        if on_device:
+            nl.fori_loop(0, 512, body)
+        else:
+            for i in range(512):
+                body(i)
+        nisa.dma_copy(y, total)
+        return y
+
+    x = np.ones((128, 512), np.float32)
+    for on_device in (True, False):
+        tracemalloc.start()
+        budget = nc.Budget(bytes=4 * x.nbytes)
+        done = nc.simulate(kernel, x, on_device, target="trn2", budget=budget)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert (done.outputs == 512).all()
+        assert peak < 8 * x.nbytes
+        assert done.profile.sbuf_peak_bytes == 2 * 512 * 4
+
+
+def test_a_view_keeps_the_values_of_its_tensor():
+    def kernel(x):
+        half = nl.ndarray((4, 8), nl.float32)[:, 4:]
+        nisa.dma_copy(half, x)
+        parts = [half[:, i : i + 1] for i in range(4)]
+        del half
+        y = nl.ndarray(x.shape, nl.float32, nl.shared_hbm)
+        for i, part in enumerate(parts):
+            nisa.dma_copy(y[:, i : i + 1], part)
+        return y
+
+    x = np.arange(16, dtype=np.float32).reshape(4, 4)
+    assert (nc.simulate(kernel, x, target="trn2").outputs == x).all()

@@ -52,6 +52,7 @@ class Boundary:
     def __init__(self, launch: KernelRun, rank: int, many: bool) -> None:
         self.launch, self.rank, self.many = launch, rank, many
         self.framework = ""
+        self._held: list[np.ndarray] = []
         self._copied: list[tuple[np.ndarray, Storage]] = []
 
     def enter(self, name: str, value: Any) -> Any:
@@ -106,7 +107,7 @@ class Boundary:
                 self._copied.append((array, storage))
         if not values.flags.writeable:
             values = values.copy()
-        storage.data = values.reshape(-1).view(np.uint8)
+        self._held.append(storage.hold(values))
         return storage
 
     def write_back(self) -> None:

@@ -11,6 +11,8 @@ from math import prod
 from operator import attrgetter
 from typing import Any, Literal
 
+import numpy as np
+
 from neuroncore.alike import Shared, shared_by
 from neuroncore.checks import operands as operand_rules
 from neuroncore.checks import tensors as check
@@ -19,10 +21,11 @@ from neuroncore.checks.base import PACKAGE, kernel_frame, note, refuse
 from neuroncore.checks.races import indexed_regions
 from neuroncore.dtypes import DType, dtype_of
 from neuroncore.hardware import Engine, Machine
+from neuroncore.memory.geometry import whole
 from neuroncore.memory.indexing import VirtualRegister
 from neuroncore.memory.liveness import CapacityPolicy
 from neuroncore.memory.storage import Layout, MemoryRegion, Storage
-from neuroncore.memory.tensor import NkiTensor, tensor_of
+from neuroncore.memory.tensor import NkiTensor, tensor_of, view_of
 from neuroncore.timing.replay import Replay
 from neuroncore.timing.trace import (
     InstructionTemplate,
@@ -77,7 +80,7 @@ class KernelRun:
         self.lnc, self.seed, self.follow = lnc, seed, follow
         self.uninitialised: Uninitialised = uninitialised
         self.capacity: CapacityPolicy | None = None
-        self.shared: list[list[Storage]] = [[] for _ in range(run)]
+        self.shared: list[list[NkiTensor]] = [[] for _ in range(run)]
         shared = Shared() if execute else shared_by((machine, lnc, ranks, follow))
         self.layouts = shared.layouts
         cores = [SimulatedCore(self, i, *shared.templates[i]) for i in range(run * lnc)]
@@ -101,18 +104,25 @@ class KernelRun:
 
     def end(self) -> None:
         """Free the launch from its cores: with them it would wait for the garbage collector."""
+        self.shared.clear()
         for core in self.cores:
             del core.launch
 
-    def take_memory(self, storage: Storage) -> None:
-        """Count the values of a tensor that the trace keeps. Refuses what exceeds the budget."""
-        self.used_bytes += prod(storage.layout.shape) * storage.layout.dtype.itemsize
+    def fresh(self, storage: Storage) -> np.ndarray:
+        """Values for a tensor, while it lives. Refuses what exceeds the budget."""
+        size = prod(storage.layout.shape) * storage.layout.dtype.itemsize
+
+        def free(_: object) -> None:
+            self.used_bytes -= size
+
+        self.used_bytes += size
         if self.used_bytes > self.memory_bytes:
             refuse(
                 f"the kernel's tensors need more than {self.memory_bytes:,} bytes of this "
                 f'machine\'s memory, with {storage.describe()}; use mode="trace" (--trace-only), '
                 "smaller inputs, or a larger budget (--max-bytes)"
             )
+        return storage.hold(storage.fresh(self.precise), free)
 
     def undefined(self, problem: str, nothing: bool = False) -> None:
         """Refuse, or note, a use of elements that were never written: some, or all of them."""
@@ -182,7 +192,7 @@ class SimulatedCore:
             order, shared = self.shared_outputs, launch.shared[self.rank]
             self.shared_outputs += 1
             if order < len(shared):
-                storage = shared[order]
+                storage = shared[order].storage
                 if (storage.layout.shape, storage.layout.dtype) != (shape, dtype):
                     refuse(
                         f"nl.ndarray: core 1 allocates {list(shape)} {dtype} in shared_hbm where "
@@ -190,22 +200,20 @@ class SimulatedCore:
                     )
                 return self._enter(storage)
         storage = Storage(layout, name or f"{memory.label}{len(self.trace.storages)}")
-        if memory is MemoryRegion.shared_hbm:
-            launch.shared[self.rank].append(storage)
         frame = sys._getframe(2)
         if frame.f_code.co_filename.startswith(PACKAGE):
             frame = kernel_frame()
         storage.code, storage.line = frame.f_code, frame.f_lineno
         if address is not None:
             storage.address = check.address_of(self.machine, storage, address)
-        if self.execute:
-            if self.replay is None:
-                launch.take_memory(storage)
-            storage.fill_fresh(launch.precise)
+        data = launch.fresh(storage) if self.execute else None
         if self.replay is not None:
             return self._enter(storage)
         self.trace.storages.append(storage)
-        return tensor_of(storage)
+        tensor = view_of(storage, whole(layout), None, data)
+        if memory is MemoryRegion.shared_hbm:
+            launch.shared[self.rank].append(tensor)
+        return tensor
 
     def adopt(self, storage: Storage) -> NkiTensor:
         """Take an input or constant, which is initialised, among the core's tensors."""

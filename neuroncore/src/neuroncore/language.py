@@ -175,9 +175,10 @@ def shared_constant(constant: np.ndarray | str | Path) -> NkiTensor:
         array = np.load(array, allow_pickle=False)
     layout = core.launch.layout(array.shape, dtypes.from_numpy(array.dtype), shared_hbm)
     storage = Storage(layout, "constant")
+    tensor = core.adopt(storage)
     if core.execute:
-        storage.data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return core.adopt(storage)
+        tensor.data = storage.hold(np.ascontiguousarray(array))
+    return tensor
 
 
 def shared_identity_matrix(n: int, dtype: DType = uint8, dst: NkiTensor | None = None) -> NkiTensor:

@@ -108,12 +108,12 @@ def _dense(core: SimulatedCore, view: IndirectTile, offsets: np.ndarray) -> NkiT
     if start:
         geometry = geometry.derive(view.shape, geometry.strides, start * view.shape[1])
     storage.initialised = True
-    tile = view_of(storage, geometry)
+    data = storage.hold(storage.fresh(core.launch.precise)) if core.execute else None
+    tile = view_of(storage, geometry, None, data)
     base = view.base
     if base.geometry.layout.covers(base.geometry.region, base.storage.summed):
         storage.summed.add(geometry.region)
     if core.execute:
-        storage.fill_fresh(core.launch.precise)
         values = raw(base)
         raw(tile)[...] = values.reshape(len(values), -1)[:, offsets]
     return tile

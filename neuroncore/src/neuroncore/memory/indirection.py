@@ -44,6 +44,6 @@ def indirect(base: NkiTensor, index: NkiTensor, num_elem: int | None) -> Indirec
     how = (COLUMNS, 1, prod(base.shape[1:]))
     shape, strides = (base.shape[0], count), (base.strides[0], 0)
     view: IndirectTile = object.__new__(IndirectTile)
-    view.storage, view.index, view.base = base.storage, index, base
+    view.storage, view.index, view.base, view.data = base.storage, index, base, base.data
     view.geometry = base.geometry.derive(shape, strides, base.offset, None, how)
     return view

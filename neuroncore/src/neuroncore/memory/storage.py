@@ -7,12 +7,13 @@ overlaps, so that a dependency check per instruction is a look-up and no geometr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
 from types import CodeType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -188,15 +189,15 @@ class Storage:
     """The memory behind a tensor and all its views, on one core or shared by both."""
 
     __slots__ = (
-        "address", "code", "data", "first", "initialised", "last", "layout", "line", "name",
+        "_data", "address", "code", "first", "initialised", "last", "layout", "line", "name",
         "store", "summed", "written",
     )  # fmt: skip
 
     def __init__(self, layout: Layout, name: str) -> None:
         self.layout = layout
         self.name = name
-        # bytes, and the dtype they hold: with NKI_PRECISE_FP=0 floats are kept in fp32
-        self.data: np.ndarray | None = None
+        self._data: weakref.ref[np.ndarray] | None = None
+        # the dtype of its values: with NKI_PRECISE_FP=0 floats are kept in fp32
         self.store = layout.dtype.numpy
         self.address: tuple[int, int] | None = None
         self.code: CodeType | None = None
@@ -218,11 +219,22 @@ class Storage:
         """Size in bytes: per partition on chip, of the whole tensor in HBM."""
         return self.layout.bytes
 
-    def fill_fresh(self, precise: bool) -> None:
-        """Give it memory as it is before the first write: NaN in floats, 4 in integers."""
+    @property
+    def data(self) -> np.ndarray | None:
+        """Its bytes, which tensors hold: a trace outlives them, and must not keep them."""
+        return self._data and self._data()
+
+    def hold(self, values: np.ndarray, freed: Callable[[Any], object] | None = None) -> np.ndarray:
+        """Make an array's bytes its own; `freed` is called when nothing holds them any more."""
+        data = values.reshape(-1).view(np.uint8)
+        self._data = weakref.ref(data, freed)
+        return data
+
+    def fresh(self, precise: bool) -> np.ndarray:
+        """Its values before the first write: NaN in floats, 4 in integers."""
         dtype = self.layout.dtype if precise or not self.layout.dtype.is_float else dtypes.float32
         self.store = dtype.numpy
-        self.data = dtypes.fresh((prod(self.layout.shape),), dtype).view(np.uint8)
+        return dtypes.fresh((prod(self.layout.shape),), dtype)
 
     def covered(self, region: int) -> bool:
         """Whether instructions wrote every element of a region, which is then noted."""

@@ -37,7 +37,7 @@ class NkiTensor:
     indexing it with an integer keeps it, with size 1.
     """
 
-    __slots__ = ("geometry", "index", "storage")
+    __slots__ = ("data", "geometry", "index", "storage")
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class NkiTensor:
         self.storage = storage
         self.geometry = whole(layout).derive(shape, contiguous_strides(shape), 0, dtype_of(dtype))
         self.index: Any = None
+        self.data = storage.data
         storage.name = name or storage.name
 
     # what it is
@@ -139,7 +140,7 @@ class NkiTensor:
                 if isinstance(k, DynamicSlice | NkiTensor | VirtualRegister):
                     return dynamic_index(self, key)
             found = geometry.children[cached] = static_index(self, key)
-        return view_of(self.storage, found, self.index)
+        return view_of(self.storage, found, self.index, self.data)
 
     def __iter__(self) -> Any:
         refuse(f"{self}: tensors are not iterated over; use range(t.shape[0]) and t[i]")
@@ -172,7 +173,7 @@ class NkiTensor:
 
     def with_geometry(self, geometry: Geometry, index: Any) -> NkiTensor:
         """Another view of the same storage."""
-        return view_of(self.storage, geometry, index)
+        return view_of(self.storage, geometry, index, self.data)
 
     def moved(
         self, index: Any, how: tuple[str, int, int], shape: tuple[int, ...] | None = None
@@ -371,13 +372,15 @@ class NkiTensor:
 _new = object.__new__
 
 
-def view_of(storage: Storage, geometry: Geometry, index: Any = None) -> NkiTensor:
-    """A tensor from its parts."""
+def view_of(
+    storage: Storage, geometry: Geometry, index: Any = None, data: np.ndarray | None = None
+) -> NkiTensor:
+    """A tensor from its parts; in execute mode it holds its storage's values."""
     view = _new(NkiTensor)
-    view.storage, view.geometry, view.index = storage, geometry, index
+    view.storage, view.geometry, view.index, view.data = storage, geometry, index, data
     return view
 
 
 def tensor_of(storage: Storage) -> NkiTensor:
     """A storage as a whole."""
-    return view_of(storage, whole(storage.layout))
+    return view_of(storage, whole(storage.layout), None, storage.data)

@@ -17,7 +17,7 @@ from neuroncore.checks.operands import trailing_axes
 from neuroncore.checks.views import dimension
 from neuroncore.dtypes import DType, float32, uint8, uint32
 from neuroncore.memory.storage import MemoryRegion
-from neuroncore.memory.tensor import NkiTensor, view_of
+from neuroncore.memory.tensor import NkiTensor
 from neuroncore.nl import elementary as nl
 from neuroncore.nl.elementary import tile
 
@@ -88,7 +88,7 @@ def broadcast_to(x: NkiTensor, shape: tuple[int, ...], dtype: DType | None = Non
         source = nl.copy(source)
     result = tile(source, dtype, shape)
     repeated = source.geometry.derive(shape, (0, *source.strides[1:]), source.offset)
-    nisa.dma_copy(result, view_of(source.storage, repeated))
+    nisa.dma_copy(result, source.with_geometry(repeated, None))
     return result
 
 
