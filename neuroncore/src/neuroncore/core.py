@@ -6,9 +6,10 @@ import os
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields
 from math import prod
 from operator import attrgetter
+from types import CodeType, FrameType
 from typing import Any, Literal
 
 import numpy as np
@@ -40,7 +41,9 @@ Build = Callable[..., InstructionTemplate]
 Follow = Literal["documentation", "kernels"]
 Uninitialised = Literal["partial", "raise", "warn"]
 
+_SHARED_HBM = MemoryRegion.shared_hbm
 _geometry = attrgetter("geometry")
+_fields = attrgetter(*[field.name for field in fields(InstructionTemplate)])
 
 
 class KernelRun:
@@ -167,6 +170,8 @@ class SimulatedCore:
         self.constants: dict[Any, NkiTensor] = {}
         self.state: dict[str, Any] = {}
         """What instructions keep between calls: random number generators, Vector accumulators."""
+        self.lines: dict[tuple[int, int], int] = {}
+        """Lines of the kernel by code, which the trace keeps, and by place in it."""
         self.replay: Replay | None = None
         """Set while the body of a loop of the device runs again."""
         self.open_loops = 0
@@ -186,7 +191,7 @@ class SimulatedCore:
             shape, dtype = check.shape_of(shape), dtype_of(dtype)
             check.tensor_fits(self.machine, shape, dtype, memory, name)
             layout = launch.layout(shape, dtype, memory)
-        if memory is MemoryRegion.shared_hbm:
+        if memory is _SHARED_HBM:
             if self.open_loops:
                 refuse("nl.ndarray: a loop's body cannot allocate in shared_hbm; do so before it")
             order, shared = self.shared_outputs, launch.shared[self.rank]
@@ -201,17 +206,19 @@ class SimulatedCore:
                 return self._enter(storage)
         storage = Storage(layout, name or f"{memory.label}{len(self.trace.storages)}")
         frame = sys._getframe(2)
-        if frame.f_code.co_filename.startswith(PACKAGE):
-            frame = kernel_frame()
-        storage.code, storage.line = frame.f_code, frame.f_lineno
+        storage.code = code = frame.f_code
+        line = self.lines.get((id(code), frame.f_lasti))
+        if line is None:
+            storage.code, line = self._place_of(frame)
+        storage.line = line
         if address is not None:
             storage.address = check.address_of(self.machine, storage, address)
         data = launch.fresh(storage) if self.execute else None
         if self.replay is not None:
             return self._enter(storage)
         self.trace.storages.append(storage)
-        tensor = view_of(storage, whole(layout), None, data)
-        if memory is MemoryRegion.shared_hbm:
+        tensor = view_of(storage, layout.whole or whole(layout), None, data)
+        if memory is _SHARED_HBM:
             launch.shared[self.rank].append(tensor)
         return tensor
 
@@ -256,7 +263,7 @@ class SimulatedCore:
             found = self.models[form] = build(*operands, *options)
             self.prepare(found, operands)
             return found
-        found = replace(model)
+        found = InstructionTemplate(*_fields(model))
         _place(found, operands)
         return found
 
@@ -311,10 +318,20 @@ class SimulatedCore:
             replay.issue(trace, template, storages)
             return NkiInstruction(trace, number)
         frame = sys._getframe(2)
+        code = frame.f_code
+        line = self.lines.get((id(code), frame.f_lasti))
+        if line is None:
+            code, line = self._place_of(frame)
+        trace.records.append((template, storages, code, line))
+        return NkiInstruction(trace, number)
+
+    def _place_of(self, frame: FrameType) -> tuple[CodeType, int]:
+        """The kernel's code and line on the way to a frame, which is kept if it is the kernel's."""
         if frame.f_code.co_filename.startswith(PACKAGE):
             frame = kernel_frame()
-        trace.records.append((template, storages, frame.f_code, frame.f_lineno))
-        return NkiInstruction(trace, number)
+        else:  # Python finds a line by a walk from the function's first
+            self.lines[id(frame.f_code), frame.f_lasti] = frame.f_lineno
+        return frame.f_code, frame.f_lineno
 
     def _find_places(
         self, number: int, template: InstructionTemplate, operands: Sequence[NkiTensor]

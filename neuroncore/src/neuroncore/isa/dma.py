@@ -50,7 +50,8 @@ def dma_copy(
     if dst.index is not None or src.index is not None:
         operands += index_tiles(dst, src)
     options = (priority, dge_mode, engine, oob_mode)
-    return core.record(core.template(_copy, operands, options), operands).named(name)
+    done = core.record(core.template(_copy, operands, options), operands)
+    return done if name is None else done.named(name)
 
 
 def _checked(

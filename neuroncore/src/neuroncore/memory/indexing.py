@@ -61,9 +61,14 @@ def hashable(key: Any) -> tuple[Any, ...]:
     return tuple([(k.start, k.stop, k.step) if isinstance(k, slice) else k for k in keys])
 
 
+_PLAIN = {int, slice}
+
+
 def _full_index(tensor: NkiTensor, key: Any) -> list[Any]:
     """One entry per dimension, `...` and what is left out made explicit."""
     keys = list(key) if isinstance(key, tuple) else [key]
+    if len(keys) == tensor.ndim and _PLAIN.issuperset(map(type, keys)):
+        return keys
     # nkipy's kernels index with nl.affine_range(n), which is a range
     keys = [slice(k.start, k.stop, k.step) if isinstance(k, range) else k for k in keys]
     dots = [i for i, k in enumerate(keys) if isinstance(k, EllipsisType)]

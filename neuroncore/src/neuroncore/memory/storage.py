@@ -8,6 +8,7 @@ overlaps, so that a dependency check per instruction is a look-up and no geometr
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -22,6 +23,9 @@ from neuroncore.dtypes import DType
 
 if TYPE_CHECKING:
     from neuroncore.memory.geometry import Geometry
+
+
+Interval = tuple[int, int]
 
 
 class MemoryRegion(Enum):
@@ -62,6 +66,12 @@ class Box:
         """Whether it has no holes."""
         return self.pattern is None
 
+    def holds(self, other: Box) -> bool:
+        """Whether every byte of another is one of it."""
+        rows = self.row <= other.row and other.row_end <= self.row_end
+        columns = self.byte <= other.byte and other.byte_end <= self.byte_end
+        return self.pattern is None and rows and columns
+
     def places(self) -> np.ndarray:
         """The bytes of the storage that a pattern names, one number each."""
         assert self.pattern is not None
@@ -70,6 +80,37 @@ class Box:
         for count, stride in zip(sizes, strides, strict=True):
             places = np.add.outer(places, np.arange(count) * stride).reshape(-1)
         return places
+
+
+class _Intervals:
+    """Intervals of one dimension, and for each those that it overlaps, itself among them.
+
+    They are found by length, in powers of two, and by the multiple of it that they begin after.
+    """
+
+    __slots__ = ("_begins", "_touching")
+
+    def __init__(self) -> None:
+        self._touching: dict[Interval, list[Interval]] = {}
+        self._begins: defaultdict[int, dict[int, list[Interval]]] = defaultdict(dict)
+
+    def touching(self, new: Interval) -> list[Interval]:
+        """Those known so far that it overlaps, among which it is from now on."""
+        known = self._touching.get(new)
+        if known is not None:
+            return known
+        begin, end = new
+        found = [new]
+        for length, begins in self._begins.items():
+            places = range(begin // length - 1, (end - 1) // length + 1)
+            near = begins if len(places) > len(begins) else begins.keys() & places
+            found += [one for at in near for one in begins[at] if one[0] < end and one[1] > begin]
+        for other in found[1:]:
+            self._touching[other].append(new)
+        length = 1 << (end - begin - 1).bit_length()
+        self._begins[length].setdefault(begin // length, []).append(new)
+        self._touching[new] = found
+        return found
 
 
 class Layout:
@@ -81,8 +122,8 @@ class Layout:
     """
 
     __slots__ = (
-        "_begins", "_ends", "_ids", "boxes", "bytes", "containers", "dtype", "forms", "memory",
-        "on_chip", "overlaps", "row_elements", "shape", "size", "views", "whole",
+        "_at", "_bytes", "_ids", "_rows", "boxes", "bytes", "containers", "dtype", "forms",
+        "memory", "on_chip", "overlaps", "row_elements", "shape", "size", "views", "whole",
     )  # fmt: skip
 
     def __init__(self, shape: tuple[int, ...], dtype: DType, memory: MemoryRegion) -> None:
@@ -103,8 +144,9 @@ class Layout:
         self.overlaps: list[list[int]] = []
         self.containers: list[list[int]] = []
         self._ids: dict[Box, int] = {}
-        # row and byte where each region begins, and where it ends
-        self._begins, self._ends = np.empty((2, 8), np.int64), np.empty((2, 8), np.int64)
+        # the regions of each two intervals of rows and bytes
+        self._rows, self._bytes = _Intervals(), _Intervals()
+        self._at: defaultdict[tuple[Interval, Interval], list[int]] = defaultdict(list)
 
     def region(self, box: Box) -> int:
         """The number of a region; overlaps with all others are found once, here."""
@@ -112,28 +154,21 @@ class Layout:
         if found is not None:
             return found
         new = len(self.boxes)
-        if new == self._begins.shape[1]:
-            self._begins = np.concatenate([self._begins, self._begins], axis=1)
-            self._ends = np.concatenate([self._ends, self._ends], axis=1)
-        begin, end = (box.row, box.byte), (box.row_end, box.byte_end)
-        row, byte = self._begins[:, :new]
-        row_end, byte_end = self._ends[:, :new]
-        rows = (row < box.row_end) & (row_end > box.row)
-        touching = (rows & (byte < box.byte_end) & (byte_end > box.byte)).nonzero()[0]
-        begins, ends = self._begins[:, touching].T, self._ends[:, touching].T
-        around = touching[((begins <= begin) & (ends >= end)).all(1)].tolist()
-        within = touching[((begins >= begin) & (ends <= end)).all(1)].tolist()
+        rows, columns = (box.row, box.row_end), (box.byte, box.byte_end)
+        at, beside = self._at, self._bytes.touching(columns)
+        near = [(r, c) for r in self._rows.touching(rows) for c in beside if (r, c) in at]
+        touching = sorted([other for pair in near for other in at[pair]])
+        at[rows, columns].append(new)
         self._ids[box] = new
-        self._begins[:, new], self._ends[:, new] = begin, end
         self.boxes.append(box)
-        self.overlaps.append([*touching.tolist(), new])
-        self.containers.append([other for other in around if self.boxes[other].exact])
-        for other in self.overlaps[new][:-1]:
+        self.overlaps.append([*touching, new])
+        self.containers.append([o for o in touching if self.boxes[o].holds(box)])
+        for other in touching:
             self.overlaps[other].append(new)
-        if box.exact:  # every byte of what lies within is one of it
-            self.containers[new].append(new)
-            for other in within:
+            if box.holds(self.boxes[other]):
                 self.containers[other].append(new)
+        if box.exact:
+            self.containers[new].append(new)
         return new
 
     def mask(self, regions: Iterable[int], within: Box | None = None) -> np.ndarray:

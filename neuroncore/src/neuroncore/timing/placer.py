@@ -78,7 +78,8 @@ class Placer:
         self.dma = DmaEngines()
         self.interval_ns = on_grid(machine.dma.interval_ns)
         self.dma_ns: dict[InstructionTemplate, float] = {}
-        self.queues: dict[Any, tuple[str, float, int]] = {}
+        # name, when it can start another transfer, its last instruction
+        self.queues: dict[Any, list[Any]] = {}
         self.dge_free = [0.0, 0.0]
         self.cells = [0.0] * 16
         throttle = None if model == "documented" else machine.throttle
@@ -145,7 +146,7 @@ class Placer:
         shared_ports = self.machine.shared_ports
         uses_of = self.uses.__getitem__
         special = {*moves, *edges, *producers, *barriers}
-        late = self.loops.late
+        late, recent, overhead_ns = self.loops.late, self.recent, self.overhead_ns
         issued = times.issued
         issued.extend(records[begin:end])
         i, r = len(start) - 1, begin - 1
@@ -202,9 +203,10 @@ class Placer:
                     ready, why, who = self._port(template, ready, why, who)
                 begin_ns = ready
                 if engine == 0:
-                    own_ns = template.ns + self._issue(template, storages)
-                    if self.recent is not None:
-                        own_ns = self.recent.slowed(begin_ns, own_ns)
+                    issue_ns = self._issue(template, storages) if self.reuses else overhead_ns
+                    own_ns = template.ns + issue_ns
+                    if recent is not None:
+                        own_ns = recent.slowed(begin_ns, own_ns)
                     done = begin_ns + own_ns
                     if template.pe_tile is None:
                         engine_free[0] = done
@@ -319,8 +321,6 @@ class Placer:
 
     def _issue(self, template: InstructionTemplate, storages: tuple[Storage, ...]) -> float:
         """Issue overhead of a TensorE instruction: none for a stationary operand that is loaded."""
-        if not self.reuses:
-            return self.overhead_ns
         before, self.loaded = self.loaded, None
         if template.opcode == "nc_matmul":
             stationary = storages[1]
@@ -380,12 +380,12 @@ class Placer:
         key = (cost.direction, hbm)
         found = self.queues.get(key)
         if found is None:
-            found = f"q{len(self.queues) % DMA_QUEUES} {cost.direction}", 0.0, -1
-        name, after, last = found
-        if after > ready:
-            ready, why, who = after, Wait.QUEUE, last
-        self.queues[key] = (name, ready + self.interval_ns, i)
-        self.times.queue[i] = name
+            name = f"q{len(self.queues) % DMA_QUEUES} {cost.direction}"
+            found = self.queues[key] = [name, 0.0, -1]
+        if found[1] > ready:
+            ready, why, who = found[1], 4, found[2]  # Wait.QUEUE
+        found[1], found[2] = ready + self.interval_ns, i
+        self.times.queue[i] = found[0]
         trigger = ready
         if cost.descriptors == "hwdge":
             unit = 0 if self.dge_free[0] <= self.dge_free[1] else 1
@@ -403,6 +403,6 @@ class Placer:
         done = self.dma.take(cost, engine_ns, first)
         begin = max(first, done - engine_ns)
         if begin > first + 1 and self.engine_last[5] >= 0:
-            why, who = Wait.DMA_ENGINES, self.engine_last[5]
+            why, who = 5, self.engine_last[5]  # Wait.DMA_ENGINES
         self.engine_last[5] = i
         return begin, done, why, who

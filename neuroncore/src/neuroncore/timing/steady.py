@@ -249,7 +249,7 @@ class Iterations:
                 later(int(slots[3])),
             ]
         for key, (name, after, number) in placer.queues.items():
-            placer.queues[key] = name, moved(after), later(number)
+            placer.queues[key] = [name, moved(after), later(number)]
         placer.dge_free = [moved(free) for free in placer.dge_free]
         placer.dma.shift(ns)
         if placer.recent is not None:
