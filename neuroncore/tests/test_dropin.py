@@ -79,7 +79,6 @@ def test_python_m_runs_scripts_and_commands(script):
     [
         ("a.py", "from torch_xla import launch\n", 1, ["torch_xla", "device alone", "a.py:1"]),
         ("a.py", "import torch_xla.runtime\n", 1, ["torch_xla", "device alone", "a.py:1"]),
-        ("a.py", "from neuronxcc import nki\n", 1, ["NKI Beta", "a.py:1"]),
         ("a.py", "import helper_that_is_not\n", 1, ["No module named", "a.py:1"]),
         ("a.py", "\0", 1, ["null bytes"]),
         ("a.ipynb", "{}", 2, ["notebook", "neuroncore.install()"]),

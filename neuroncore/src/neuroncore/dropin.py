@@ -82,7 +82,8 @@ def _profile(name: str, done: Simulation, working_directory: Any = None, **_: An
 
 
 @functools.cache
-def _modules() -> dict[str, types.ModuleType]:
+def modules() -> dict[str, types.ModuleType]:
+    """The modules of the package, by name."""
     package = importlib.util.module_from_spec(ModuleSpec("nki", None, is_package=True))
     package.__doc__ = "The simulated NeuronCore, under the name of the real package."
     simulator = types.ModuleType("nki.simulator")
@@ -107,13 +108,13 @@ def install() -> types.ModuleType:
 
     Raises RuntimeError where a real `nki` is installed or imported: it is not to be shadowed.
     """
-    package = _modules()["nki"]
+    package = modules()["nki"]
     if sys.modules.get("nki") is not package:
         if _is_there("nki"):
             raise RuntimeError(
                 "as_nki: the package nki is installed; use it, or uninstall it to simulate"
             )
-        sys.modules.update(_modules())
+        sys.modules.update(modules())
     return package
 
 
@@ -123,13 +124,13 @@ def as_nki() -> Generator[types.ModuleType]:
 
     Raises RuntimeError where a real `nki` is installed or imported.
     """
-    was_installed = sys.modules.get("nki") is _modules()["nki"]
+    was_installed = sys.modules.get("nki") is modules()["nki"]
     package = install()
     try:
         yield package
     finally:
         if not was_installed:
-            for name in _modules():
+            for name in modules():
                 sys.modules.pop(name, None)
 
 

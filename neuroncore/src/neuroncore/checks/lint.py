@@ -44,7 +44,7 @@ def lint(
     except (OSError, LookupError):
         problem = f"the source of {function.__name__} is not available"
         raise ValueError(f"{problem}; define it with def in a file") from None
-    return _findings(sources, [(source, node)])
+    return findings(sources, [(source, node)])
 
 
 def lint_file(path: str, nki: Line, name: str = "") -> list[LintError]:
@@ -54,10 +54,11 @@ def lint_file(path: str, nki: Line, name: str = "") -> list[LintError]:
     kernels, named = source.kernels(), source.definitions.get(name)
     if isinstance(named, FunctionNode) and (source, named) not in kernels:
         kernels.append((source, named))
-    return _findings(sources, kernels)
+    return findings(sources, kernels)
 
 
-def _findings(sources: Sources, kernels: list[Definition]) -> list[LintError]:
+def findings(sources: Sources, kernels: list[Definition]) -> list[LintError]:
+    """What is refused in kernels, ordered by file and line."""
     found, bodies = reached(kernels)
     for source, scope in found:
         on_device = (source, scope) in bodies

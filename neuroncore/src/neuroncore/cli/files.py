@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TextIO, cast
 
 from neuroncore import Kernel, NkiValidationError
 from neuroncore import as_nki as simulator_as_nki
-from neuroncore.cli.console import KernelError, Terminated
+from neuroncore.cli.console import KernelError, Terminated, show_warning
 from neuroncore.dropin import torch_on_cpu
 
 
@@ -109,13 +109,18 @@ def listed(names: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def as_nki() -> Generator[None]:
-    """`import nki` finds the simulator, and torch-xla's device is the CPU."""
+    """`import nki` and `neuronxcc.nki` find the simulator; torch-xla's device is the CPU."""
+    from neuroncore.legacy import Finder
+
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(simulator_as_nki())
             stack.enter_context(torch_on_cpu())
         except RuntimeError as error:
             raise ValueError(str(error)) from error
+        finder = Finder(show_warning)
+        sys.meta_path.append(finder)
+        stack.callback(finder.remove)
         yield
 
 
@@ -232,7 +237,6 @@ def _is_open(descriptor: int) -> bool:
 
 _ON_DEVICE = "; it runs on a device alone: call the kernel with CPU tensors or NumPy arrays"
 _ABSENT = {
-    "neuronxcc": "; NKI Beta, of neuronxcc, is another language than nki, which is simulated",
     "torch_xla": _ON_DEVICE,
     "torch_neuronx": _ON_DEVICE,
     "jax_neuronx": _ON_DEVICE,

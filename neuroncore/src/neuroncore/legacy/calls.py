@@ -1,0 +1,309 @@
+"""Functions of the Beta dialect, which return their results, by instructions that take `dst`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from neuroncore import core as running
+from neuroncore import isa, language
+from neuroncore.checks.base import refuse
+from neuroncore.dtypes import DType, from_numpy
+from neuroncore.legacy.tiles import Blocks, Box, Index, Mask, ParDim, Tile
+from neuroncore.memory.storage import MemoryRegion
+from neuroncore.memory.tensor import NkiTensor
+
+SBUF, PSUM = MemoryRegion.sbuf, MemoryRegion.psum
+_MOST = 5
+"""Dimensions of an engine's access pattern, with the partition."""
+LIKE = {
+    "activation": "data", "activation_reduce": "data", "tensor_tensor": "data1",
+    "tensor_scalar": "data", "tensor_copy": "src", "reciprocal": "data",
+    "scalar_tensor_tensor": "data", "tensor_scalar_reduce": "data", "tensor_tensor_scan": "data0",
+    "range_select": "on_true_tile", "dropout": "data", "nc_stream_shuffle": "src",
+}  # fmt: skip
+"""Instructions whose result has the shape and dtype of an operand."""
+NUMPY = {
+    "max": "maximum", "amax": "maximum", "min": "minimum", "amin": "minimum", "sum": "add",
+    "prod": "multiply", "negative": "subtract", "absolute": "abs", "tile": "bypass",
+}  # fmt: skip
+"""Operators that the Beta dialect also takes by these names, and the functions of `nl`."""
+
+
+def dtype_of(given: Any) -> Any:
+    """A dtype of `nl`, also of what NumPy calls it; None stays None."""
+    return given if given is None or isinstance(given, DType) else from_numpy(given)
+
+
+def op_of(op: Any) -> Any:
+    """An operator of `nl`, also of NumPy's function of that name."""
+    if not callable(op):
+        return op
+    name: str = getattr(op, "__name__", "")
+    return getattr(language, NUMPY.get(name, name))
+
+
+def tile(shape: Any, dtype: Any, memory: MemoryRegion = SBUF) -> Tile:
+    """A fresh tile; of a result with one dimension, that is the partition."""
+    shape = tuple(map(int, shape))
+    shape = shape if len(shape) > 1 or not memory.on_chip else (*shape, 1)
+    return Tile(running.active("neuronxcc.nki").allocate(shape, dtype, memory))
+
+
+def ndarray(
+    shape: Any, dtype: Any, *, buffer: Any = None, name: str = "", value: Any = None, **_: Any
+) -> Any:
+    """`nl.ndarray`, and with a value `nl.full`: tiles, blocks of them, or a tensor in HBM."""
+    memory = SBUF if buffer is None else buffer
+    shape, dtype = tuple(shape), dtype_of(dtype)
+    place = next((i for i, n in enumerate(shape) if isinstance(n, ParDim)), 0)
+    core = running.active("nl.ndarray")
+    if memory is MemoryRegion.shared_hbm and (launch := core.state.get("legacy")):
+        return launch.shared(lambda: tile(shape, dtype, memory))
+    blocks = shape[:place] if memory.on_chip else ()
+    made = [tile(shape[len(blocks) :], dtype, memory) for _ in range(prod(blocks))]
+    if value is not None:
+        for each in made:
+            isa.memset(each.view(), value)
+    return Blocks(blocks, made) if blocks else made[0]
+
+
+def pieces(views: list[Any]) -> list[list[Any]]:
+    """The operands in parts that engines can address; those of fewer dimensions stay whole."""
+    most = max(v.ndim for v in views if isinstance(v, NkiTensor))
+    if most <= _MOST:
+        return [views]
+    count = max(v.shape[1] for v in views if isinstance(v, NkiTensor) and v.ndim == most)
+    parts = []
+    for i in range(count):
+        row = [v.select(1, i) if isinstance(v, NkiTensor) and v.ndim == most else v for v in views]
+        parts += pieces(row)
+    return parts
+
+
+def issue(call: Callable[..., Any], dst: Tile, operands: list[Any], box: Box) -> Tile:
+    """call(dst, *operands) within the box."""
+    if all(high > low for low, high in box.values()):
+        views = [o.view(box) if isinstance(o, Tile) else o for o in (dst, *operands)]
+        for piece in pieces(views):
+            call(*piece)
+    return dst
+
+
+def assign(target: Tile, value: Any) -> None:
+    """`target[...] = value`."""
+    if isinstance(value, LoopSum):
+        value = binary(value.op, target, value.data)
+    if not isinstance(value, Tile):
+        isa.memset(target.view(), value)
+        return
+    shape = target.shape
+    if value.shape != shape and prod(value.shape) != prod(shape):
+        value = value.broadcast_to(shape)
+    issue(isa.tensor_copy, target, [value], {})
+
+
+def _near(x: Any) -> Any:
+    """A tile that the DMA and a second operand can read: not in PSUM."""
+    return _copied(x) if isinstance(x, Tile) and x.buffer is PSUM else x
+
+
+def _copied(x: Tile, dtype: Any = None) -> Tile:
+    return issue(isa.tensor_copy, tile(x.shape, dtype or x.dtype), [x], {})
+
+
+def _common(x: Any, y: Any) -> Any:
+    """The dtype of a result: the wider one, and floats before integers."""
+    of = [v.dtype for v in (x, y) if isinstance(v, Tile)]
+    return max(of, key=lambda d: (d.is_float, d.itemsize))
+
+
+def binary(op: Any, x: Any, y: Any, dtype: Any = None, mask: Mask | None = None) -> Tile:
+    """x op y of tiles that broadcast, or of a tile and a number."""
+    op, box = op_of(op), mask.box() if mask else {}
+    dtype = dtype_of(dtype) or _common(x, y)
+    if op is language.divide:
+        op = language.multiply
+        y = unary(language.reciprocal, y, language.float32) if isinstance(y, Tile) else 1 / y
+    if not isinstance(x, Tile) or not isinstance(y, Tile):
+        data, number, swap = (x, y, False) if isinstance(x, Tile) else (y, x, True)
+
+        def scalar(dst: Any, data: Any) -> None:
+            isa.tensor_scalar(dst, data, op, number, reverse0=swap)
+
+        return issue(scalar, tile(data.shape, dtype), [data], box)
+    x, y = _near(x) if y.buffer is PSUM else x, y
+    shape = np.broadcast_shapes(x.shape, y.shape)
+    for swap, (a, b) in enumerate(((x, y), (y, x))):
+        column = b.shape[0] == shape[0] and prod(b.shape[1:]) == 1 and a.shape == shape
+        if column and a.shape != b.shape:
+            b = b if b.dtype == language.float32 else _copied(b, language.float32)
+
+            def columns(dst: Any, data: Any, number: Any) -> None:
+                isa.tensor_scalar(dst, data, op, number, reverse0=bool(swap))  # noqa: B023
+
+            flat = Tile(b.view().reshape((shape[0], 1)))
+            return issue(columns, tile(shape, dtype), [a, flat], box)
+    wide = [v if v.shape == shape else v.broadcast_to(shape) for v in (x, y)]
+
+    def elements(dst: Any, a: Any, b: Any) -> None:
+        isa.tensor_tensor(dst, a, b, op)
+
+    return issue(elements, tile(shape, dtype), wide, box)
+
+
+def unary(function: Any, x: Any, dtype: Any = None, mask: Mask | None = None) -> Tile:
+    """A function of `nl` of one tile, such as `nl.exp`."""
+    result = tile(x.shape, dtype_of(dtype) or x.dtype)
+
+    def run(dst: Any, data: Any) -> None:
+        isa.tensor_copy(dst, function(data, dst.dtype))
+
+    return issue(run, result, [x], mask.box() if mask else {})
+
+
+def reduced(
+    op: Any,
+    x: Tile,
+    axis: Any,
+    dtype: Any = None,
+    mask: Mask | None = None,
+    negate: bool = False,
+    keepdims: bool = False,
+) -> Tile:
+    """`nl.max` and `nisa.tensor_reduce`: any free axes, which an access pattern puts last."""
+    axes = sorted(a % x.ndim for a in ([axis] if isinstance(axis, int) else axis))
+    kept = [d for d in range(x.ndim) if d not in axes]
+    box = mask.box() if mask else {}
+    ones = [1] * (len(axes) if keepdims else int(len(kept) == 1))
+    dst = tile([*[x.shape[d] for d in kept], *ones], dtype_of(dtype) or x.dtype)
+    cut = {i - dst.ndim: box[d - x.ndim] for i, d in enumerate(kept) if d - x.ndim in box}
+    view = x.view(box).permute((*kept, *axes))
+    last = tuple(range(len(kept), x.ndim))
+    isa.tensor_reduce(dst.view(cut), op_of(op), view, last, negate=negate, keepdims=keepdims)
+    return dst
+
+
+def load(src: Tile, *, mask: Mask | None = None, dtype: Any = None, **_: Any) -> Tile:
+    """`nl.load`."""
+    result = tile(src.shape, dtype_of(dtype) or src.dtype)
+    return issue(isa.dma_copy, result, [src], mask.box() if mask else {})
+
+
+def store(dst: Tile, value: Any, *, mask: Mask | None = None, **_: Any) -> None:
+    """`nl.store`; what lies in PSUM goes through SBUF."""
+    value = _near(value)
+    if not isinstance(value, Tile):
+        value = ndarray(dst.shape, dst.dtype, value=value)
+    if value.shape != dst.shape and prod(value.shape) == prod(dst.shape):
+        value = value.reshape((value.shape[0], *dst.shape[1:]) if dst.ndim > 1 else dst.shape)
+    issue(isa.dma_copy, dst, [value], mask.box() if mask else {})
+
+
+def matmul(x: Tile, y: Tile, *, transpose_x: bool = False, **_: Any) -> Tile:
+    """`nl.matmul`, which transposes x itself."""
+    x = x if transpose_x else _near(transpose(x))
+    return call("nc_matmul", _near(x), _near(y))
+
+
+def transpose(x: Tile, *, dtype: Any = None, **_: Any) -> Tile:
+    """`nl.transpose` of a tile."""
+    moved = call("nc_transpose", _near(x))
+    return moved if dtype is None else _copied(moved, dtype_of(dtype))
+
+
+def where(condition: Tile, x: Any, y: Any, *, dtype: Any = None, **_: Any) -> Tile:
+    """`nl.where`."""
+    x, y = (v.view() if isinstance(v, Tile) else v for v in (x, y))
+    return Tile(language.where(condition.view(), x, y, dtype_of(dtype)))
+
+
+class LoopSum:
+    """`nl.loop_reduce(data, op, loop_indices)`: what each iteration adds to the target."""
+
+    def __init__(self, data: Tile, op: Any, *_: Any, **__: Any) -> None:
+        self.data, self.op = data, op_of(op)
+
+
+def affine_select(pred: Mask, on_true_tile: Tile, on_false_value: float, **options: Any) -> Tile:
+    """`nisa.affine_select` of a comparison of indices."""
+    (part,) = pred.parts
+    axes = range(min(part.terms), 0)
+    (channel, _), *free = [part.terms.get(a, (0, on_true_tile.shape[a])) for a in axes]
+    dst = tile(on_true_tile.shape, dtype_of(options.pop("dtype", None)) or on_true_tile.dtype)
+    isa.affine_select(
+        dst.view(), [list(f) for f in free], channel, on_true_tile.view(), on_false_value,
+        cmp_op=language.greater_equal, offset=part.offset,
+    )  # fmt: skip
+    return dst
+
+
+def iota(expr: Index, dtype: Any, **_: Any) -> Tile:
+    """`nisa.iota` of an index."""
+    axes = range(min(expr.terms), 0)
+    (channel, partitions), *free = [expr.terms.get(a, (0, 1)) for a in axes]
+    dst = tile((partitions, *[size for _, size in free]), dtype_of(dtype))
+    isa.iota(dst.view(), [list(f) for f in free], expr.offset, channel)
+    return dst
+
+
+def _result(name: str, given: dict[str, Any], dtype: Any) -> Tile:
+    """A tile for what an instruction returned: its shape and, unless said, its dtype."""
+    if name in LIKE:
+        data = given[LIKE[name]]
+        both = [data, given.get("data2", data)] if name == "tensor_tensor" else [data, data]
+        return tile(data.shape, dtype or _common(*both))
+    if name == "nc_matmul":
+        a, b = given["stationary"], given["moving"]
+        dtype = a.dtype if given.get("is_transpose") else language.float32
+        return tile((prod(a.shape[1:]), prod(b.shape[1:])), dtype, PSUM)
+    data = given.get("data", given.get("src"))
+    if name == "nc_transpose" and data is not None:
+        vector = given.get("engine") is isa.vector_engine
+        return tile((prod(data.shape[1:]), data.shape[0]), data.dtype, SBUF if vector else PSUM)
+    fixed = {"bn_stats": 6, "bn_aggr": 2, "max8": 8}
+    if name in fixed and data is not None:
+        return tile((data.shape[0], fixed[name]), dtype or data.dtype)
+    if name == "tensor_partition_reduce" and data is not None:
+        return tile((1, *data.shape[1:]), dtype or data.dtype)
+    return refuse(
+        f"nisa.{name}: its result in the Beta dialect is not known here; migrate it by hand"
+    )
+
+
+def call(name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """An instruction of the Beta dialect: `dst` is returned, unless it was named."""
+    function = getattr(isa, name)
+    kwargs.pop("name", None)
+    dtype, mask = dtype_of(kwargs.pop("dtype", None)), kwargs.pop("mask", None)
+    names = [n for n in inspect.signature(function).parameters if n != "dst"]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {n: op_of(v) if callable(v) else v for n, v in given.items()}
+    if name == "tensor_reduce":
+        data, op, axis = given.pop("data"), given.pop("op"), given.pop("axis")
+        flags = {n: given[n] for n in ("negate", "keepdims") if n in given}
+        return reduced(op, data, axis, dtype, mask, **flags)
+    given = {n: v for n, v in given.items() if v is not None}
+    box = mask.box() if mask else {}
+    if name == "nc_matmul" and mask:
+        refuse("nc_matmul: mask= has axes of three kinds; slice its operands")
+    has_dst = isinstance(given.get("dst"), Tile)
+    dst = given.pop("dst") if has_dst else _result(name, given, dtype)
+    keys = list(given)
+
+    def run(dst: Any, *operands: Any) -> None:
+        function(dst=dst, **dict(zip(keys, operands, strict=True)))
+
+    issue(run, dst, list(given.values()), box)
+    return None if has_dst else dst
+
+
+@functools.cache
+def instruction(name: str) -> Callable[..., Any]:
+    """An instruction by its name."""
+    return functools.partial(call, name)

@@ -1,0 +1,302 @@
+"""Tiles of the Beta dialect: affine indices, masks, block dimensions and Python operators."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator
+from math import prod
+from types import EllipsisType
+from typing import Any
+
+from neuroncore import language as nl
+from neuroncore.checks.base import refuse
+from neuroncore.memory.tensor import NkiTensor
+
+Box = dict[int, tuple[int, int]]
+"""Begin and end of axes, which are counted from the last, -1."""
+
+
+class ParDim(int):
+    """`nl.par_dim(n)`: the size of the dimension that is the partition."""
+
+
+class Index:
+    """An affine index: offset + the sum of coefficient * place on an axis of the tile.
+
+    `terms` has (coefficient, size) of each axis; axes are counted from the last, -1.
+    """
+
+    def __init__(self, offset: int, terms: dict[int, tuple[int, int]]) -> None:
+        self.offset, self.terms = offset, terms
+
+    def __getitem__(self, key: Any) -> Index:
+        """`nl.arange(n)[:, None]`: the axis at the place of the colon."""
+        places = list(key) if isinstance(key, tuple) else [key]
+        colons = [i for i, k in enumerate(places) if k == slice(None)]
+        if len(colons) != 1 or [*self.terms] != [-1] or len(places) - places.count(None) != 1:
+            refuse(f"nl.arange takes one colon and None for the other axes; got {key!r}")
+        return Index(self.offset, {colons[0] - len(places): self.terms[-1]})
+
+    def _sum(self, other: Any, sign: int = 1) -> Any:
+        if isinstance(other, Index):
+            terms = dict(self.terms)
+            for axis, (step, size) in other.terms.items():
+                before, own = terms.get(axis, (0, size))
+                if own != size:
+                    refuse(f"indices of {own} and {size} places meet on one axis")
+                terms[axis] = (before + sign * step, size)
+            return Index(self.offset + sign * other.offset, terms)
+        return Index(self.offset + sign * operator.index(other), self.terms)
+
+    def __mul__(self, factor: Any) -> Index:
+        factor = operator.index(factor)
+        terms = {axis: (factor * step, size) for axis, (step, size) in self.terms.items()}
+        return Index(factor * self.offset, terms)
+
+    __rmul__ = __mul__
+    __add__ = __radd__ = _sum
+
+    def __sub__(self, other: Any) -> Index:
+        return self._sum(other, -1)
+
+    def __rsub__(self, other: Any) -> Index:
+        return (self * -1)._sum(other)
+
+    # a mask is a list of indices that must not be negative
+
+    def __ge__(self, other: Any) -> Mask:
+        return Mask([self - other])
+
+    def __gt__(self, other: Any) -> Mask:
+        return Mask([self - other - 1])
+
+    def __le__(self, other: Any) -> Mask:
+        return Mask([other - self])
+
+    def __lt__(self, other: Any) -> Mask:
+        return Mask([other - self - 1])
+
+    def ends(self, box: Box) -> tuple[int, int]:
+        """The smallest and the largest place, where axes in the box are cut to it."""
+        reach = []
+        for axis, (step, size) in self.terms.items():
+            low, high = box.get(axis, (0, size))
+            reach.append((step * low, step * (high - 1)))
+        lows, highs = [min(r) for r in reach], [max(r) for r in reach]
+        return self.offset + sum(lows), self.offset + sum(highs)
+
+
+class Mask:
+    """A conjunction of comparisons of indices."""
+
+    def __init__(self, parts: list[Index]) -> None:
+        self.parts = parts
+
+    def __and__(self, other: Mask) -> Mask:
+        return Mask(self.parts + other.parts)
+
+    def box(self) -> Box:
+        """The box of axes where it holds. Refused where that is no box."""
+        box: Box = {}
+        for part in self.parts:
+            moving = [axis for axis, (step, _) in part.terms.items() if step]
+            if len(moving) > 1:
+                if part.ends({})[0] < 0:
+                    refuse("this mask is no box of indices; only affine_select takes it")
+                continue
+            if not moving:
+                if part.offset < 0:
+                    return dict.fromkeys(part.terms, (0, 0))
+                continue
+            (axis,) = moving
+            step, size = part.terms[axis]
+            low, high = box.get(axis, (0, size))
+            if step > 0:
+                low = max(low, -(part.offset // step))
+            else:
+                high = min(high, part.offset // -step + 1)
+            box[axis] = (low, max(low, high))
+        return box
+
+
+class Grid:
+    """`nl.mgrid[a:b, c:d]`: an index for each axis, also by the names p, x, y, z."""
+
+    def __init__(self, slices: Any) -> None:
+        slices = slices if isinstance(slices, tuple) else (slices,)
+        self.axes = tuple(
+            Index(s.start or 0, {i - len(slices): (1, s.stop - (s.start or 0))})
+            for i, s in enumerate(slices)
+        )
+
+    def __iter__(self) -> Iterator[Index]:
+        return iter(self.axes)
+
+    def __getattr__(self, name: str) -> Index:
+        if len(name) != 1 or name not in "pxyzw":
+            raise AttributeError(name)
+        return self.axes["pxyzw".index(name)]
+
+
+class Tile:
+    """A tensor or tile, or a view of one that an affine index names."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, base: NkiTensor, places: list[Any] | None = None) -> None:
+        self.base, self.places = base, places
+
+    def view(self, box: Box | None = None) -> NkiTensor:
+        """The view, with axes in the box cut to it."""
+        base, box = self.base, box or {}
+        if self.places is None:
+            for axis, (low, high) in box.items():
+                if -axis <= base.ndim and base.shape[axis] != 1:
+                    base = base.slice(base.ndim + axis, low, min(high, base.shape[axis]))
+            return base
+        ends = [p.ends(box) for p in self.places]
+        for dim, (low, high) in enumerate(ends):
+            if low < 0 or high >= base.shape[dim]:
+                refuse(f"{base}: index {low}:{high + 1} is out of bounds of dimension {dim}")
+        sizes = {axis: size for p in self.places for axis, (_, size) in p.terms.items()}
+        axes = range(min(sizes, default=-1), 0)
+        shape, strides, offset = [], [], base.offset
+        for axis in axes:
+            low, high = box.get(axis, (0, sizes.get(axis, 1)))
+            steps = [p.terms.get(axis, (0, 1))[0] for p in self.places]
+            stride = sum(map(operator.mul, steps, base.strides))
+            shape.append(high - low)
+            strides.append(stride)
+            offset += low * stride
+        offset += sum(map(operator.mul, [p.offset for p in self.places], base.strides))
+        if base.geometry.on_chip and (len(shape) == 1 or any(self._steps(a)[0] for a in axes[1:])):
+            refuse(f"{base}: the first axis of an index on chip is the partition's")
+        return base.with_geometry(base.geometry.derive(tuple(shape), tuple(strides), offset), None)
+
+    def _steps(self, axis: int) -> list[int]:
+        return [p.terms.get(axis, (0, 1))[0] for p in self.places or []]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions, before any mask cuts them."""
+        if self.places is None:
+            return self.base.shape
+        sizes = {axis: size for p in self.places for axis, (_, size) in p.terms.items()}
+        return tuple(sizes.get(axis, 1) for axis in range(min(sizes), 0))
+
+    @property
+    def dtype(self) -> Any:
+        """Element type."""
+        return self.base.dtype
+
+    @property
+    def buffer(self) -> Any:
+        """The memory it lies in."""
+        return self.base.buffer
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def __getitem__(self, key: Any) -> Tile:
+        keys = list(key) if isinstance(key, tuple) else [key]
+        keys = [k.axes[i] if isinstance(k, Grid) else k for i, k in enumerate(keys)]
+        base = self.view()
+        if not any(isinstance(k, Index) for k in keys):
+            return Tile(base[tuple(keys)])
+        dots = [i for i, k in enumerate(keys) if isinstance(k, EllipsisType)]
+        if dots or len(keys) != base.ndim or any(isinstance(k, slice) for k in keys):
+            refuse(f"{base}: an affine index has a place for each dimension, no slices; got {key}")
+        return Tile(base, [k if isinstance(k, Index) else Index(int(k), {}) for k in keys])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        from neuroncore.legacy import calls
+
+        target = self[key]
+        if value.__class__ is Tile and value.view() is not None:
+            a, b = target.view(), value.view()
+            if a.storage is b.storage and a.geometry is b.geometry:
+                return  # after an operator in place
+        calls.assign(target, value)
+
+    def __iadd__(self, other: Any) -> Tile:
+        from neuroncore.legacy import calls
+
+        storage = self.base.storage
+        if storage.initialised or storage.written:
+            other = calls.binary(nl.add, self, other)
+        calls.assign(self, other)  # the first matmul of a sum overwrites what PSUM held
+        return self
+
+    def reshape(self, shape: Any) -> Tile:
+        """The same elements in another shape."""
+        return Tile(self.view().reshape(tuple(shape)))
+
+    def broadcast_to(self, shape: Any) -> Tile:
+        """Dimensions of size 1 repeated."""
+        return Tile(nl.broadcast_to(self.view(), tuple(map(int, shape))))
+
+    def __repr__(self) -> str:
+        return repr(self.view())
+
+
+class Blocks:
+    """Tiles under block dimensions, those before `nl.par_dim`."""
+
+    def __init__(self, shape: tuple[int, ...], tiles: list[Tile]) -> None:
+        self.block_shape, self.tiles = shape, tiles
+        self.shape = (*shape, *tiles[0].shape)
+        self.dtype = tiles[0].dtype
+
+    def _found(self, key: Any) -> tuple[Tile | Blocks, tuple[Any, ...]]:
+        keys = key if isinstance(key, tuple) else (key,)
+        most = len(self.block_shape)
+        named = list(itertools.takewhile(lambda k: hasattr(k, "__index__"), keys[:most]))
+        if not named:
+            refuse(f"block dimensions {list(self.block_shape)} are indexed by numbers; got {key}")
+        rest = self.block_shape[len(named) :]
+        at = 0
+        for k, size in zip(named, self.block_shape, strict=False):
+            if not 0 <= operator.index(k) < size:
+                refuse(f"block {k} is out of bounds of {list(self.block_shape)}")
+            at = at * size + operator.index(k)
+        if not rest:
+            return self.tiles[at], keys[len(named) :]
+        count = prod(rest)
+        return Blocks(rest, self.tiles[at * count : (at + 1) * count]), keys[len(named) :]
+
+    def __getitem__(self, key: Any) -> Any:
+        found, rest = self._found(key)
+        return found[rest] if rest else found
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        found, rest = self._found(key)
+        found[rest or ...] = value
+
+
+def _operator(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def forward(self: Tile, other: Any) -> Any:
+        from neuroncore.legacy import calls
+
+        return calls.binary(getattr(nl, name), self, other)
+
+    def backward(self: Tile, other: Any) -> Any:
+        from neuroncore.legacy import calls
+
+        return calls.binary(getattr(nl, name), other, self)
+
+    return forward, backward
+
+
+OPERATORS = {
+    "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "pow": "power",
+    "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
+}  # fmt: skip
+"""Python's operators on tiles, and the functions of `nl` that they are."""
+for _python, _name in OPERATORS.items():
+    _forward, _backward = _operator(_name)
+    setattr(Tile, f"__{_python}__", _forward)
+    setattr(Tile, f"__r{_python}__", _backward)
+Tile.__neg__ = lambda self: self * -1.0  # type: ignore[attr-defined]

@@ -1,0 +1,848 @@
+"""Kernels of the Beta dialect (`neuronxcc.nki`) as text of the current one."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import io
+import re
+import tokenize
+from dataclasses import replace
+from typing import Any
+
+from neuroncore import isa
+from neuroncore.migrate import tables
+from neuroncore.migrate.values import (
+    Box,
+    ByHandError,
+    Value,
+    added,
+    box_of,
+    fixed,
+    index,
+    product,
+    scaled,
+    shape_of,
+    tidy,
+    total,
+    view,
+)  # fmt: skip
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+_NKI = "neuronxcc.nki"
+_NL, _NISA = f"{_NKI}.language", f"{_NKI}.isa"
+
+
+_IDENTITY = ("numpy.identity", "numpy.eye")
+_CONDITIONAL = (
+    ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp,
+)  # fmt: skip
+
+
+class Names:
+    """What the names of a file stand for, and what its new text calls the packages."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.dotted: dict[str, str] = {}
+        self.buffers: dict[str, str] = {}
+        self.used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for a in node.names:
+                    top = a.name.partition(".")[0]
+                    self.dotted[a.asname or top] = a.name if a.asname else top
+            elif isinstance(node, ast.ImportFrom):
+                self.dotted |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        spelled = {dotted: name for name, dotted in self.dotted.items()}
+        self.nl, self.nisa = spelled.get(_NL, "nl"), spelled.get(_NISA, "nisa")
+        self.nki = spelled.get(_NKI, "nki")
+        self.kernels = {
+            n.name for n in ast.walk(tree) if isinstance(n, FunctionNode) and n.decorator_list
+        }
+        uses = {f"{_NL}.program_id", f"{_NL}.num_programs"}
+        self.grids = {
+            f.name for f in ast.walk(tree) if isinstance(f, FunctionNode) and any(
+                self.of(n) in uses for n in ast.walk(f) if isinstance(n, ast.Attribute | ast.Name))
+        }  # fmt: skip
+        for node in ast.walk(tree):  # what returns an allocator's place stands for its memory
+            made = node.value if isinstance(node, ast.Assign | ast.Return) else None
+            found = {m for n in ast.walk(made) if (m := self.memory(n))} if made else set()
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and found:
+                self.buffers[node.targets[0].id] = found.pop()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                ends = [n.value for n in ast.walk(node) if isinstance(n, ast.Return) and n.value]
+                found = {m for e in ends for n in ast.walk(e) if (m := self.memory(n))}
+                if len(found) == 1:
+                    self.buffers[node.name] = found.pop()
+
+    def of(self, node: ast.AST) -> str:
+        """The dotted name of an expression, resolved through imports; "" where it has none."""
+        if isinstance(node, ast.Name):
+            return self.dotted.get(node.id, "")
+        if isinstance(node, ast.Attribute):
+            before = self.of(node.value)
+            return f"{before}.{node.attr}" if before else ""
+        return ""
+
+    def memory(self, node: ast.AST) -> str:
+        """The memory that an allocator's place, or what returns one, stands for."""
+        if isinstance(node, ast.Call):
+            return self.memory(node.func)
+        if isinstance(node, ast.Attribute) and node.attr in self.buffers:
+            return self.buffers[node.attr]
+        name = self.of(node)
+        if name.startswith(f"{_NKI}.compiler."):
+            return name.split(".")[3] if name.split(".")[3] in ("sbuf", "psum") else ""
+        return self.buffers.get(node.id, "") if isinstance(node, ast.Name) else ""
+
+
+class Scope:
+    """The values of a function's names, and the new statements of the current one."""
+
+    def __init__(self, names: Names, env: dict[str, Value], sums: set[str]) -> None:
+        self.names, self.env, self.sums = names, env, sums
+        self.lines: list[str] = []
+        self.places: dict[int, str] = {}
+
+    # expressions
+
+    def value(self, node: ast.expr, name: str = "") -> Value:
+        """The value of an expression; its instructions go before, their result to `name`."""
+        method = getattr(self, f"_{type(node).__name__.lower()}", None)
+        found = method(node, name) if method else None
+        return found if found is not None else self._plain(node)
+
+    def _plain(self, node: ast.expr) -> Value:
+        """An expression of Python, whose parts may be rewritten."""
+        if isinstance(node, ast.Constant | ast.Name | ast.JoinedStr):
+            return Value(ast.unparse(node))
+        new = copy.deepcopy(node)
+        before = len(self.lines)
+        self._inside(new)
+        if isinstance(node, _CONDITIONAL) and len(self.lines) > before:
+            raise ByHandError("nested")
+        return Value(ast.unparse(new))
+
+    def _inside(self, node: ast.AST) -> None:
+        """Rewrite the expressions in a node."""
+        for name, child in ast.iter_fields(node):
+            if isinstance(child, list):
+                setattr(node, name, [self._part(c) for c in child])
+            elif isinstance(child, ast.AST):
+                setattr(node, name, self._part(child))
+
+    def _part(self, node: Any) -> Any:
+        if not isinstance(node, ast.expr) or isinstance(node, ast.Slice | ast.Tuple | ast.Starred):
+            if isinstance(node, ast.AST):
+                self._inside(node)
+            return node
+        new = self.value(node)
+        if new.kind in ("index", "mask", "grid"):
+            raise ByHandError("index-pattern")
+        return ast.parse(view(new), mode="eval").body
+
+    def _name(self, node: ast.Name, _: str) -> Value | None:
+        found = self.env.get(node.id)
+        if found is not None and found.text == "?":
+            raise ByHandError("stale-index")
+        return found
+
+    def _attribute(self, node: ast.Attribute, _: str) -> Value | None:
+        dotted = self.names.of(node)
+        if dotted.startswith(f"{_NL}.fp32."):
+            return Value("-3.4028235e38" if node.attr == "min" else "3.4028235e38")
+        if isinstance(node.value, ast.Name) and node.value.id in self.env:
+            of = self.env[node.value.id]
+            if of.kind == "grid" and node.attr in "pxyz":
+                return of.parts["pxyz".index(node.attr)]
+            if of.kind == "blocks" and node.attr != "dtype":
+                raise ByHandError("block-dimension")
+            if of.kind == "blocks":
+                return Value(of.dtype)
+        return None
+
+    def _unaryop(self, node: ast.UnaryOp, name: str) -> Value | None:
+        operand = self.value(node.operand)
+        if operand.kind == "index" and isinstance(node.op, ast.USub):
+            return scaled(operand, "-1")
+        if operand.kind == "tile" and isinstance(node.op, ast.USub):
+            return self.binary("multiply", operand, Value("-1.0"), name=name)
+        return None
+
+    def _binop(self, node: ast.BinOp, name: str) -> Value | None:
+        return self._operate(node.op, node.left, node.right, name)
+
+    def _compare(self, node: ast.Compare, name: str) -> Value | None:
+        if len(node.ops) > 1:
+            return None
+        return self._operate(node.ops[0], node.left, node.comparators[0], name)
+
+    def _operate(self, op: Any, left: ast.expr, right: ast.expr, name: str) -> Value | None:
+        a, b = self.value(left), self.value(right)
+        kinds = {a.kind, b.kind}
+        if "mask" in kinds and isinstance(op, ast.BitAnd):
+            return Value("", "mask", parts=a.parts + b.parts)
+        if "index" in kinds:
+            return _on_index(op, a, b)
+        if "tile" in kinds:
+            if type(op).__name__ not in tables.OPERATORS:
+                raise ByHandError("removed")
+            return self.binary(tables.OPERATORS[type(op).__name__], a, b, name=name)
+        if kinds & {"grid", "blocks"}:
+            raise ByHandError("block-dimension" if "blocks" in kinds else "index-pattern")
+        return None
+
+    def _subscript(self, node: ast.Subscript, _: str) -> Value | None:
+        if self.names.of(node.value) == f"{_NL}.mgrid":
+            slices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            axes = []
+            for i, s in enumerate(slices):
+                if not isinstance(s, ast.Slice) or s.upper is None or s.step is not None:
+                    raise ByHandError("index-pattern")
+                low = self.value(s.lower).text if s.lower else "0"
+                size = total((1, self.value(s.upper).text), (-1, low))
+                axes.append(index(low, {i - len(slices): ("1", size)}))
+            return Value("", "grid", parts=axes)
+        base = self.value(node.value)
+        if base.kind in ("python", "mask"):
+            return None
+        keys = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if base.kind == "index":
+            colons = [i for i, k in enumerate(keys) if isinstance(k, ast.Slice)]
+            if len(colons) != 1 or [*base.terms] != [-1]:
+                raise ByHandError("index-pattern")
+            return index(base.offset, {colons[0] - len(keys): base.terms[-1]})
+        if base.kind == "blocks":
+            base, keys = self._blocks(base, keys)
+        return self.part(base, keys) if base.kind == "tile" and keys else base
+
+    def _blocks(self, base: Value, keys: list[ast.expr]) -> tuple[Value, list[ast.expr]]:
+        while base.blocks and keys:
+            key = self.value(keys[0]) if not isinstance(keys[0], ast.Slice) else None
+            if key is None or key.kind != "python":
+                raise ByHandError("block-dimension")
+            left = base.blocks - 1
+            kind = "blocks" if left else "tile"
+            base = replace(base, text=f"{base.text}[{key.text}]", blocks=left, kind=kind)
+            keys = keys[1:]
+        return base, keys
+
+    def part(self, base: Value, keys: list[ast.expr]) -> Value:
+        """base[keys]."""
+        if base.base is not None:
+            raise ByHandError("index-pattern")
+        base = replace(base, dtype=base.dtype_text())
+        found = [k if isinstance(k, ast.Slice) else self.value(k) for k in keys]
+        found = [
+            k.parts[i] if isinstance(k, Value) and k.kind == "grid" else k
+            for i, k in enumerate(found)
+        ]
+        if any(isinstance(k, Value) and k.kind == "index" for k in found):
+            values = [k for k in found if isinstance(k, Value)]
+            if len(values) < len(found):
+                raise ByHandError("index-pattern")
+            parts = [k if k.kind == "index" else index(k.text, {}) for k in values]
+            parts = [fixed(p, self.places) for p in parts]
+            made = replace(base, text="", base=base, parts=parts)
+            if not any(p.terms for p in parts):
+                return replace(base, text=f"{base.text}[{', '.join(p.offset for p in parts)}]",
+                               shape=None)  # fmt: skip
+            return replace(made, shape=shape_of(made))
+        shape: list[str] | None = []
+        texts = []
+        for dim, k in enumerate(found):
+            text = self._slice_text(k) if isinstance(k, ast.Slice) else k.text
+            texts.append(text)
+            dots = text == "..."
+            if dots and len(found) == 1:
+                return base
+            if isinstance(k, ast.Slice) and shape is not None and not dots:
+                shape.append(_extent(text, base, dim))
+            elif isinstance(k, Value) and text.startswith((f"{self.names.nl}.ds(", "slice(")):
+                call = ast.parse(text, mode="eval").body
+                assert isinstance(call, ast.Call)
+                if shape is not None:
+                    shape.append(ast.unparse(call.args[1]))
+            elif dots:
+                shape = None
+        if shape is not None and base.shape is not None:
+            shape += base.shape[len(found) :]
+        elif shape is not None and len(shape) < 2 and base.memory != "hbm":
+            shape = None
+        if shape is not None and base.memory != "hbm" and len(shape) == 1:
+            first = isinstance(found[0], ast.Slice) or "ds(" in texts[0]
+            shape = [*shape, "1"] if first else ["1", *shape]
+        if base.memory == "hbm" and shape is not None and len(shape) == 1 and len(found) > 1:
+            last = max(
+                i for i, k in enumerate(found) if isinstance(k, Value) and "ds(" not in k.text
+            )
+            texts[last] = f"{texts[last]}:{total((1, texts[last]), (1, '1'))}"
+            shape = [*shape, "1"] if last == len(found) - 1 else ["1", *shape]
+        made = f"{base.text}[{', '.join(texts)}]"
+        return replace(base, text=made, shape=tuple(shape) if shape else None)
+
+    def _slice_text(self, node: ast.Slice) -> str:
+        ends = [self.value(n).text if n else "" for n in (node.lower, node.upper)]
+        step = f":{self.value(node.step).text}" if node.step else ""
+        return ":".join(ends) + step
+
+    # calls
+
+    def _call(self, node: ast.Call, name: str) -> Value | None:
+        dotted = self.names.of(node.func)
+        if isinstance(node.func, ast.Call | ast.Subscript) or dotted.startswith(f"{_NKI}."):
+            found = self._launch(node, dotted)
+            if found is not None:
+                return found
+        if isinstance(node.func, ast.Attribute) and not dotted:
+            of = self.value(node.func.value)
+            if node.func.attr == "broadcast_to" and of.kind == "tile":
+                shape = self.value(node.args[0]).text
+                return self.kept(f"{self.names.nl}.broadcast_to({view(of)}, {shape})",
+                                 replace(of, base=None, shape=_tuple(shape)), name)  # fmt: skip
+            if node.func.attr == "reshape" and of.kind == "tile" and len(node.args) == 1:
+                shape = self.value(node.args[0]).text
+                text = f"{view(of)}.reshape({shape})"
+                return replace(of, text=text, base=None, shape=_tuple(shape))
+            return None
+        if dotted == "numpy.dtype" and len(node.args) == 1:
+            return Value(self.dtype(node.args[0]))
+        if dotted.startswith(f"{_NISA}."):
+            return self._isa(dotted.rpartition(".")[2], node, name)
+        if not dotted.startswith(f"{_NL}."):
+            return None
+        return self._nl(dotted.rpartition(".")[2], node, name)
+
+    def _launch(self, node: ast.Call, dotted: str) -> Value | None:
+        """Calls of the host: wrappers of kernels, and launches of a grid."""
+        called = self.names.of(node.func.func) if isinstance(node.func, ast.Call) else dotted
+        wrapper = called.removeprefix(f"{_NKI}.")
+        if wrapper in ("benchmark", "profile"):
+            raise ByHandError("benchmark")
+        if wrapper == "simulate_kernel" and node.args:
+            kernel, *rest = [self.value(a).text for a in node.args]
+            rest += [f"{k.arg}={self.value(k.value).text}" for k in node.keywords]
+            return Value(f"{self.names.nki}.simulate({kernel})({', '.join(rest)})")
+        if wrapper in ("jit", "baremetal", "trace") and node.args:
+            kernel = self.value(node.args[0]).text
+            known = kernel in self.names.kernels
+            return Value(kernel if known else f"{self.names.nki}.jit({kernel})")
+        if not isinstance(node.func, ast.Subscript) or not isinstance(node.func.value, ast.Name):
+            return None
+        kernel, key = node.func.value.id, node.func.slice
+        if kernel in self.env:
+            return None
+        sizes = list(key.elts) if isinstance(key, ast.Tuple) else [key]
+        if kernel in self.names.kernels and kernel not in self.names.grids:
+            if len(sizes) == 1:
+                return None  # cores
+        elif kernel not in self.names.grids and len(sizes) < 2:
+            return None
+        grid = ", ".join(self._programs(n) for n in sizes) + "," * (len(sizes) == 1)
+        text = [self.value(a).text for a in node.args]
+        text += [f"{k.arg}={self.value(k.value).text}" for k in node.keywords]
+        return Value(f"{kernel}({', '.join([*text, f'grid=({grid})'])})")
+
+    def _programs(self, node: ast.expr) -> str:
+        """The number of programs on an axis of a grid; 0 is one."""
+        if isinstance(node, ast.Call) and self.names.of(node.func) == f"{_NL}.spmd_dim":
+            size, cores = node.args
+            cores = cores.args[0] if isinstance(cores, ast.Call) else cores
+            return product(self.value(size).text, self.value(cores).text)
+        text = self.value(node).text
+        return "1" if text == "0" else text
+
+    def _given(self, node: ast.Call, *names: str) -> dict[str, ast.expr]:
+        if any(k.arg is None for k in node.keywords):
+            raise ByHandError("nested")
+        given = dict(zip(names, node.args, strict=False))
+        return {**given, **{k.arg: k.value for k in node.keywords if k.arg}}
+
+    def _nl(self, function: str, node: ast.Call, name: str) -> Value | None:
+        nl = self.names.nl
+        if function in ("ndarray", "zeros", "ones", "full", "zeros_like"):
+            return self._allocate(function, node, name)
+        if function in tables.LOOPS:
+            return Value(f"range({', '.join(self.value(a).text for a in node.args)})")
+        if function == "arange":
+            return index("0", {-1: ("1", self.value(node.args[0]).text)})
+        if function == "par_dim":
+            return self.value(node.args[0])
+        if function in ("load", "store", "copy"):
+            given = self._given(node, *(("dst", "value") if function == "store" else ("src",)))
+            box = box_of(self._mask(given))
+            if function == "store":
+                return self._store(self.value(given["dst"]), self.value(given["value"]), box)
+            src = self._tensor(self.value(given["src"]))
+            to = self.result(src, name, self.dtype(given.get("dtype")))
+            call = "dma_copy" if function == "load" and src.memory != "sbuf" else "tensor_copy"
+            return self.issue(call, to, box, src=src)
+        if function in tables.BINARY:
+            given = self._given(node, "x", "y")
+            a, b = self.value(given["x"]), self.value(given["y"])
+            return self.binary(function, a, b, name, self.dtype(given.get("dtype")),
+                               box_of(self._mask(given)))  # fmt: skip
+        if function in tables.REDUCTIONS:
+            given = self._given(node, "x", "axis")
+            return self._reduce(f"{nl}.{tables.REDUCTIONS[function]}", given, "x", name)
+        if function in tables.ACTIVATIONS or function == "reciprocal":
+            given = self._given(node, "x")
+            x = self.value(given["x"])
+            if x.kind != "tile":
+                return None
+            to = self.result(x, name, self.dtype(given.get("dtype")))
+            box = box_of(self._mask(given))
+            if function == "reciprocal":
+                return self.issue("reciprocal", to, box, data=x)
+            return self.issue("activation", to, box, op=f"{nl}.{function}", data=x)
+        if function == "matmul":
+            given = self._given(node, "x", "y", "transpose_x")
+            x, y = self._near(self.value(given["x"])), self._near(self.value(given["y"]))
+            flag = given.get("transpose_x")
+            if not (isinstance(flag, ast.Constant) and flag.value):
+                x = self._near(self._transposed(x, ""))
+            shape = (x.size(1), y.size(1))
+            to = self.fresh(shape, f"{nl}.float32", "psum", name)
+            return self.issue("nc_matmul", to, {}, stationary=x, moving=y)
+        if function == "transpose":
+            return self._transposed(self._near(self.value(node.args[0])), name)
+        if function == "shared_constant":
+            given = self._given(node, "constant", "dtype")
+            array, dtype = given["constant"], self.dtype(given.get("dtype"))
+            if isinstance(array, ast.Call) and self.names.of(array.func) in _IDENTITY and dtype:
+                n = self.value(array.args[0]).text
+                text = f"{nl}.shared_identity_matrix({n}, dtype={dtype})"
+                return self.kept(text, Value("", "tile", (n, n), dtype, "sbuf"), name)
+            text = f"{nl}.shared_constant({self.value(given['constant']).text})"
+            return self.kept(text, Value(text, "tile", dtype=dtype, memory="hbm"), name)
+        if function == "shared_identity_matrix":
+            return self.kept(ast.unparse(node), Value("", "tile", memory="sbuf"), name)
+        if function == "static_cast":
+            array, dtype = (self.value(a).text for a in node.args)
+            return Value(f"{array}.astype({dtype})")
+        if function in ("program_id", "num_programs") and "grid" in self.env:
+            axis = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else 0
+            return Value(f"program_{axis}" if function == "program_id" else f"grid[{axis}]")
+        if function in ("loop_reduce", "where", "softmax", "mean", "var", "rms_norm", "all"):
+            raise ByHandError("removed")
+        return None
+
+    def _mask(self, given: dict[str, ast.expr]) -> Value | None:
+        node = given.pop("mask", None)
+        if node is None or (isinstance(node, ast.Constant) and node.value is None):
+            return None
+        mask = self.value(node)
+        if mask.kind != "mask":
+            raise ByHandError("mask")
+        return replace(mask, parts=[fixed(p, self.places) for p in mask.parts])
+
+    def dtype(self, node: ast.expr | None) -> str:
+        """A dtype as text; "" for none."""
+        if node is None or (isinstance(node, ast.Constant) and node.value is None):
+            return ""
+        dotted = self.names.of(node)
+        if dotted.startswith("numpy."):
+            return f"{self.names.nl}.{dotted.rpartition('.')[2]}"
+        return self.value(node).text
+
+    def _op(self, node: ast.expr) -> str:
+        dotted = self.names.of(node)
+        last = dotted.rpartition(".")[2]
+        if dotted.startswith(("numpy.", f"{_NL}.")):
+            return f"{self.names.nl}.{tables.SYNONYMS.get(last, last)}"
+        return self.value(node).text
+
+    def _allocate(self, function: str, node: ast.Call, name: str) -> Value:
+        given_shape = given_dtype = None
+        order = {"full": ("shape", "fill_value", "dtype"), "zeros_like": ("x", "dtype")}
+        given = self._given(node, *order.get(function, ("shape", "dtype")))
+        nl = self.names.nl
+        if function == "zeros_like":
+            x = self.value(given.pop("x"))
+            shape, place, shown = x.shape, 0, x.shape_text()
+            dtype = self.dtype(given.pop("dtype", None)) or x.dtype_text()
+        else:
+            given_shape, given_dtype = given.pop("shape"), given.pop("dtype")
+            shape, place = self._shape(given_shape)
+            shown, dtype = self.value(given_shape).text, self.dtype(given_dtype)
+        buffer = given.pop("buffer", None)
+        memory = "sbuf" if buffer is None else self.names.memory(buffer)
+        if not memory and buffer is not None:
+            memory = (
+                "hbm" if "hbm" in ast.unparse(buffer) else ast.unparse(buffer).rpartition(".")[2]
+            )
+        kept = ast.unparse(buffer) if memory == "hbm" and buffer else f"{nl}.{memory}"
+        value = {"zeros": "0", "ones": "1", "zeros_like": "0"}.get(function, "")
+        value = self.value(given.pop("fill_value")).text if function == "full" else value
+        blocks = shape[:place] if shape and memory != "hbm" else ()
+        tile = shape[len(blocks) :] if shape else None
+        name = name or self.name("tile")
+        sums = name in self.sums and memory == "psum"  # the first matmul overwrites PSUM
+        call = "ndarray" if not value or sums else function if function != "zeros_like" else "zeros"
+        shown = f"({', '.join(tile)}{',' * (len(tile) == 1)})" if tile else shown
+        arguments = [shown, *([value] if call == "full" else [])]
+        made = f"{nl}.{call}({', '.join(arguments)}, dtype={dtype}, buffer={kept})"
+        plain = buffer is None or not self.names.memory(buffer)
+        if given_shape is not None and given_dtype is not None and plain and call == function:
+            same = shown in (ast.unparse(given_shape), f"({ast.unparse(given_shape)[1:-1]})")
+            made = ast.unparse(node) if same and dtype == ast.unparse(given_dtype) else made
+        if not blocks:
+            self.lines.append(f"{name} = {made}")
+        else:
+            self.lines += _lists(name, blocks, made, self.names.used)
+        kind = "blocks" if blocks else "tile"
+        return Value(name, kind, tile, dtype, memory, len(blocks))  # type: ignore[arg-type]
+
+    def _shape(self, node: ast.expr) -> tuple[tuple[str, ...] | None, int]:
+        """The sizes, and the place of the partition among them."""
+        if not isinstance(node, ast.Tuple | ast.List):
+            shape = self.value(node)
+            found = _tuple(shape.text)
+            return found, 0
+        places = [
+            i for i, n in enumerate(node.elts)
+            if isinstance(n, ast.Call) and self.names.of(n.func) == f"{_NL}.par_dim"
+        ]  # fmt: skip
+        return tuple(self.value(n).text for n in node.elts), places[0] if places else 0
+
+    def _isa(
+        self, function: str, node: ast.Call, name: str, to: Value | None = None
+    ) -> Value | None:
+        known = getattr(isa, function, None)
+        if known is None:
+            raise ByHandError("removed")
+        if not inspect.isfunction(known) or function.startswith(("get_", "register")):
+            return None
+        order = [n for n in inspect.signature(known).parameters if n != "dst"]
+        given = self._given(node, *order)
+        if function in ("affine_select", "iota", "memset") and "dst" not in given:
+            return self._special(function, node, name, to)
+        dtype = self.dtype(given.pop("dtype", None))
+        mask = self._mask(given)
+        if function == "nc_matmul" and mask:
+            raise ByHandError("mask")
+        values: dict[str, Any] = {
+            key: self._op(n) if "op" in key.split("_") or re.fullmatch(r"op\d", key) else
+            self.value(n) for key, n in given.items()
+            if not (isinstance(n, ast.Constant) and n.value is None)
+        }  # fmt: skip
+        if "dst" in values:
+            return self.issue(function, values.pop("dst"), box_of(mask), **values)
+        if function == "tensor_reduce":
+            return self._reduce(values.pop("op"), {**given, "mask": None}, "data", name, to, dtype,
+                                box_of(mask))  # fmt: skip
+        if to is None:
+            to = self._result(function, values, name, dtype)
+        return self.issue(function, to, box_of(mask), **values)
+
+    def _result(self, function: str, values: dict[str, Any], name: str, dtype: str) -> Value:
+        nl = self.names.nl
+        if function in tables.ON_DATA:
+            return self.result(values[tables.ON_DATA[function]], name, dtype, values.get("data2"))
+        if function == "nc_matmul":
+            a, b = values["stationary"], values["moving"]
+            flag = values.get("is_transpose")
+            dtype = a.dtype_text() if flag and flag.text == "True" else f"{nl}.float32"
+            return self.fresh((_free(a), _free(b)), dtype, "psum", name)
+        data: Any = values.get("data", values.get("src"))
+        if function == "nc_transpose":
+            vector = "engine" in values and "vector" in values["engine"].text
+            memory = "sbuf" if vector else "psum"
+            return self.fresh((_free(data), data.size(0)), data.dtype_text(), memory, name)
+        columns = {"bn_stats": "6", "bn_aggr": "2", "max8": "8"}.get(function)
+        if columns is None:
+            raise ByHandError("result")
+        return self.fresh((data.size(0), columns), dtype or data.dtype_text(), "sbuf", name)
+
+    def _special(self, function: str, node: ast.Call, name: str, to: Value | None) -> Value:
+        nl = self.names.nl
+        if function == "memset":
+            given = self._given(node, "shape", "value", "dtype")
+            if to is not None:
+                return self.issue("memset", to, {}, value=self.value(given["value"]))
+            given["fill_value"] = given.pop("value")
+            keywords = [ast.keyword(key, value) for key, value in given.items()]
+            call = ast.Call(ast.Name(f"{nl}.full"), [], keywords)
+            return self._allocate("full", call, name)
+        names = ("expr", "dtype") if function == "iota" else (
+            "pred", "on_true_tile", "on_false_value")  # fmt: skip
+        given = self._given(node, *names)
+        expr = self.value(given[names[0]])
+        part = expr.parts[0] if expr.kind == "mask" and len(expr.parts) == 1 else expr
+        if part.kind != "index":
+            raise ByHandError("index-pattern")
+        axes = range(min(part.terms), 0)
+        pairs = [part.terms.get(axis, ("0", "1")) for axis in axes]
+        pattern = f"[{', '.join(f'[{s}, {n}]' for s, n in pairs[1:])}]"
+        dtype = self.dtype(given.get("dtype"))
+        options: dict[str, Any] = {"pattern": pattern, "offset": part.offset,
+                                   "channel_multiplier": pairs[0][0]}  # fmt: skip
+        if function == "iota":
+            to = to or self.fresh(tuple(n for _, n in pairs), dtype, "sbuf", name)
+        else:
+            data = self.value(given["on_true_tile"])
+            to = to or self.result(data, name, dtype)
+            options |= {"on_true_tile": data, "cmp_op": f"{nl}.greater_equal",
+                        "on_false_value": self.value(given["on_false_value"])}  # fmt: skip
+        return self.issue(function, to, {}, **options)
+
+    def _reduce(
+        self, op: str, given: dict[str, Any], key: str, name: str, to: Value | None = None,
+        dtype: str = "", box: Box | None = None,
+    ) -> Value:  # fmt: skip
+        x = self._tensor(self.value(given[key]))
+        box = box_of(self._mask(given)) if given.get("mask") is not None else box or {}
+        axis = ast.literal_eval(given["axis"]) if _literal(given["axis"]) else None
+        if axis is None or (x.shape is None and axis not in (1, (1,), [1])):
+            raise ByHandError("result")
+        axes = [axis] if isinstance(axis, int) else list(axis)
+        rank = len(x.shape) if x.shape else 2
+        axes = sorted(a % rank for a in axes)
+        kept = [d for d in range(rank) if d not in axes]
+        moved = kept + axes != list(range(rank))
+        flags = {k: self.value(given[k]) for k in ("negate", "keepdims") if k in given}
+        ones = len(axes) if "keepdims" in flags else int(len(kept) == 1)
+        shape = (*[x.size(d) for d in kept], *["1"] * ones)
+        dtype = dtype or self.dtype(given.get("dtype")) or x.dtype_text()
+        to = to or self.fresh(shape, dtype, "sbuf", name)
+        last = tuple(a - rank for a in axes) if moved else ()
+        if moved and x.base is None:
+            raise ByHandError("index-pattern")
+        data = Value(view(x, box, last))
+        cut = {i - len(shape): box[d - rank] for i, d in enumerate(kept) if d - rank in box}
+        end = tuple(range(len(kept), rank))
+        shown = str(end[0]) if len(end) == 1 else str(end)
+        to_text = view(to, cut)
+        return self.issue("tensor_reduce", to, {}, written=to_text, op=op, data=data, axis=shown,
+                          **flags)  # fmt: skip
+
+    def binary(
+        self, op: str, x: Value, y: Value, name: str = "", dtype: str = "", box: Box | None = None,
+        to: Value | None = None,
+    ) -> Value:  # fmt: skip
+        """x op y of tiles, or of a tile and a number."""
+        nl, box = self.names.nl, box or {}
+        if op == "divide":
+            if y.kind != "tile":
+                op, y = "multiply", Value(tidy(f"1 / ({y.text})"))
+            else:
+                inverse = self.result(y, "", f"{nl}.float32")
+                op, y = "multiply", self.issue("reciprocal", inverse, {}, data=y)
+        token = f"{nl}.{op}"
+        if x.kind != "tile" or y.kind != "tile":
+            data, number = (x, y) if x.kind == "tile" else (y, x)
+            swap = {} if x.kind == "tile" or op in ("add", "multiply") else {"reverse0": "True"}
+            to = to or self.result(data, name, dtype)
+            return self.issue(
+                "tensor_scalar", to, box, data=data, op0=token, operand0=number, **swap
+            )
+        for a, b, swapped in ((x, y, False), (y, x, True)):
+            if b.shape and set(b.shape[1:]) == {"1"} and (not a.shape or set(a.shape[1:]) != {"1"}):
+                if b.dtype != f"{nl}.float32":
+                    b = self.issue("tensor_copy", self.result(b, "", f"{nl}.float32"), {}, src=b)
+                swap = {"reverse0": "True"} if swapped and op not in ("add", "multiply") else {}
+                to = to or self.result(a, name, dtype, y if a is x else x)
+                return self.issue("tensor_scalar", to, box, data=a, op0=token, operand0=b, **swap)
+        pairs = zip(x.shape or (), y.shape or (), strict=False)
+        if any("1" in pair and len({*pair}) > 1 for pair in pairs):
+            raise ByHandError("broadcast")
+        if x.memory == "psum" and y.memory == "psum":
+            y = self._near(y)
+        to = to or self.result(x, name, dtype, y)
+        return self.issue("tensor_tensor", to, box, data1=x, data2=y, op=token)
+
+    def _near(self, x: Value) -> Value:
+        if x.memory != "psum":
+            return x
+        return self.issue("tensor_copy", self.result(x, ""), {}, src=x)
+
+    def _transposed(self, x: Value, name: str) -> Value:
+        to = self.fresh((x.size(1), x.size(0)), x.dtype_text(), "psum", name)
+        return self.issue("nc_transpose", to, {}, data=x)
+
+    def _tensor(self, value: Value) -> Value:
+        """What must be a tensor: a name of which nothing else is known is one."""
+        return replace(value, kind="tile") if value.kind == "python" else value
+
+    def _store(self, dst: Value, value: Value, box: Box) -> Value:
+        dst, value = self._tensor(dst), self._near(self._tensor(value))
+        if value.shape is None and box:
+            value = replace(value, shape=dst.shape)
+        return self.issue("dma_copy", dst, box, src=value)
+
+    # statements
+
+    def name(self, stem: str) -> str:
+        """A name that the file does not have."""
+        numbered = (f"{stem}_{i}" for i in range(1 << 20))
+        found = next(n for n in numbered if n not in self.names.used)
+        self.names.used.add(found)
+        return found
+
+    def kept(self, text: str, value: Value, name: str) -> Value:
+        """A call that stays, bound to a name."""
+        name = name or self.name("tile")
+        self.lines.append(f"{name} = {text}")
+        return replace(value, text=name)
+
+    def fresh(self, shape: Any, dtype: str, memory: str, name: str) -> Value:
+        """Allocate a tile."""
+        name = name or self.name("tile")
+        value = Value(name, "tile", shape, dtype, memory)
+        nl = self.names.nl
+        self.lines.append(
+            f"{name} = {nl}.ndarray({value.shape_text()}, dtype={dtype}, buffer={nl}.{memory})"
+        )
+        return value
+
+    def result(self, like: Value, name: str, dtype: str = "", other: Value | None = None) -> Value:
+        """Allocate a tile in SBUF of the shape of another one, and of its dtype unless given."""
+        if like.kind != "tile":
+            raise ByHandError("result")
+        shape = like.shape
+        if shape and len(shape) == 1:
+            shape = (*shape, "1")
+        if not dtype:
+            dtypes = [v.dtype_text() for v in (like, other) if v is not None and v.kind == "tile"]
+            wide = [d for d in dtypes if d.endswith(".float32")]
+            dtype = wide[0] if wide else dtypes[0]
+        if shape is None:
+            made = replace(like, text=view(like), base=None)
+            text, name = made.shape_text(), name or self.name("tile")
+            nl = self.names.nl
+            self.lines.append(f"{name} = {nl}.ndarray({text}, dtype={dtype}, buffer={nl}.sbuf)")
+            return Value(name, "tile", None, dtype, "sbuf")
+        return self.fresh(shape, dtype, "sbuf", name)
+
+    def issue(self, function: str, to: Value, box: Box, written: str = "", **values: Any) -> Value:
+        """An instruction."""
+        options = []
+        for key, v in values.items():
+            text = view(v, box) if isinstance(v, Value) and v.kind == "tile" else v
+            options.append(f"{key}={text.text if isinstance(text, Value) else text}")
+        if not written:
+            written = view(to, box)
+        self.lines.append(
+            f"{self.names.nisa}.{function}({', '.join([f'dst={written}', *options])})"
+        )
+        return to
+
+    def into(self, target: Value, node: ast.expr, adding: bool = False) -> None:
+        """target[...] = node, or with `adding` target[...] += node."""
+        call = self.names.of(node.func) if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.Call) and call == f"{_NISA}.nc_matmul" and target.memory == "psum":
+            self._isa("nc_matmul", node, "", target)
+            if not adding:  # whatever was there is overwritten
+                self.lines[-1] = f"{self.lines[-1][:-1]}, accumulate=False)"
+            return
+        if isinstance(node, ast.Call) and call == f"{_NL}.loop_reduce":
+            given = self._given(node, "data", "op")
+            op = self._op(given["op"]).rpartition(".")[2]
+            self.binary(op, target, self.value(given["data"]), to=target)
+            return
+        if adding:
+            self.binary("add", target, self.value(node), to=target)
+        elif isinstance(node, ast.Call) and call.startswith(f"{_NISA}."):
+            if self._isa(call.rpartition(".")[2], node, "", target) is None:
+                raise ByHandError("result")
+        elif isinstance(node, ast.Call) and call == f"{_NL}.load":
+            given = self._given(node, "src")
+            src = self._tensor(self.value(given["src"]))
+            copied = "tensor_copy" if src.memory == "sbuf" else "dma_copy"
+            self.issue(copied, target, box_of(self._mask(given)), src=src)
+        else:
+            before = len(self.lines)
+            value = self.value(node)
+            if value.kind == "python":
+                self.issue("memset", target, {}, value=value)
+            elif value.kind != "tile":
+                raise ByHandError("index-pattern")
+            elif not self._redirect(before, value, target):
+                self.issue("tensor_copy", target, {}, src=value)
+
+    def _redirect(self, before: int, value: Value, target: Value) -> bool:
+        """Let the instruction that made a temporary write the target instead."""
+        made = f"{value.text} = {self.names.nl}.ndarray("
+        allocated = [
+            i for i, line in enumerate(self.lines[before:], before) if line.startswith(made)
+        ]
+        if not allocated or value.text in self.env or f"dst={value.text}," not in self.lines[-1]:
+            return False
+        self.lines[-1] = self.lines[-1].replace(f"dst={value.text},", f"dst={view(target)},", 1)
+        del self.lines[allocated[-1]]
+        return True
+
+
+def _on_index(op: Any, a: Value, b: Value) -> Value:
+    one = Value("1")
+    match op:
+        case ast.Add():
+            return added(a, b)
+        case ast.Sub():
+            return added(a, b, -1)
+        case ast.Mult() if a.kind != b.kind:
+            return scaled(a, b.text) if a.kind == "index" else scaled(b, a.text)
+        case ast.Lt():
+            part = added(added(b, a, -1), one, -1)
+        case ast.LtE():
+            part = added(b, a, -1)
+        case ast.Gt():
+            part = added(added(a, b, -1), one, -1)
+        case ast.GtE():
+            part = added(a, b, -1)
+        case _:
+            raise ByHandError("index-pattern")
+    return Value("", "mask", parts=[part])
+
+
+def _literal(node: ast.AST) -> bool:
+    return all(
+        isinstance(n, ast.Constant | ast.Tuple | ast.List | ast.Load | ast.UnaryOp | ast.USub)
+        for n in ast.walk(node)
+    )
+
+
+def _tuple(text: str) -> tuple[str, ...] | None:
+    node = ast.parse(text, mode="eval").body
+    return tuple(map(ast.unparse, node.elts)) if isinstance(node, ast.Tuple | ast.List) else None
+
+
+def _extent(text: str, base: Value, dim: int) -> str:
+    """The size of a slice."""
+    start, _, rest = text.partition(":")
+    stop, _, step = rest.partition(":")
+    start, stop = start or "0", stop or base.size(dim)
+    count = total((1, stop), (-1, start))
+    return count if not step or step == "1" else tidy(f"-(-({count}) // ({step}))")
+
+
+def _free(x: Value) -> str:
+    if x.shape is None or len(x.shape) == 2:
+        return x.size(1)
+    return product(*x.shape[1:])
+
+
+def _lists(name: str, blocks: tuple[str, ...], made: str, used: set[str]) -> list[str]:
+    """Nested lists of tiles, by loops: NKI 0.6 has no comprehensions."""
+    lines, holder = [f"{name} = []"], name
+    for depth, size in enumerate(blocks):
+        pad = "    " * depth
+        variable = next(v for i in range(1 << 10) if (v := f"block_{i}") not in used)
+        used.add(variable)
+        lines.append(f"{pad}for {variable} in range({size}):")
+        inner = made if depth == len(blocks) - 1 else "[]"
+        lines.append(f"{pad}    {holder}.append({inner})")
+        holder = f"{holder}[{variable}]"
+    return lines
+
+
+def comments(text: str) -> list[str]:
+    """The comments of a statement that is replaced, but for one at its end."""
+    reader = io.StringIO(text).readline
+    try:
+        found = [t for t in tokenize.generate_tokens(reader) if t.type == tokenize.COMMENT]
+    except (tokenize.TokenError, IndentationError):
+        return []
+    return [t.string for t in found]

@@ -1,0 +1,50 @@
+"""What has another name or form in the current dialect, and what is left by hand."""
+
+from __future__ import annotations
+
+ON_DATA = {
+    "activation": "data", "activation_reduce": "data", "tensor_tensor": "data1",
+    "tensor_scalar": "data", "tensor_copy": "src", "reciprocal": "data",
+    "scalar_tensor_tensor": "data", "tensor_scalar_reduce": "data", "tensor_tensor_scan": "data0",
+    "range_select": "on_true_tile", "dropout": "data", "nc_stream_shuffle": "src",
+}  # fmt: skip
+"""Instructions whose result has the shape and dtype of an operand."""
+OPERATORS = {
+    "Add": "add", "Sub": "subtract", "Mult": "multiply", "Div": "divide", "Pow": "power",
+    "Lt": "less", "LtE": "less_equal", "Gt": "greater", "GtE": "greater_equal",
+}  # fmt: skip
+"""Python's operators on tiles, and the functions of `nl` that they are."""
+BINARY = {
+    *OPERATORS.values(), "maximum", "minimum", "equal", "not_equal", "logical_and", "logical_or",
+    "bitwise_and", "bitwise_or", "bitwise_xor", "left_shift", "right_shift",
+}  # fmt: skip
+ACTIVATIONS = {
+    "exp", "log", "sqrt", "rsqrt", "tanh", "arctan", "sigmoid", "relu", "gelu", "gelu_dx",
+    "gelu_apprx_tanh", "silu", "silu_dx", "softplus", "mish", "erf", "erf_dx", "square", "sign",
+    "abs",
+}  # fmt: skip
+"""Functions of `nl` that are one activation."""
+REDUCTIONS = {"max": "maximum", "min": "minimum", "sum": "add", "prod": "multiply"}
+"""Reductions of `nl`, and the operator of each."""
+SYNONYMS = {**REDUCTIONS, "amax": "maximum", "amin": "minimum", "absolute": "abs"}
+"""Operators that were also taken by these names, of NumPy too."""
+LOOPS = ("affine_range", "sequential_range", "static_range")
+GONE = {"par_dim", "mgrid", "arange", "benchmark", "baremetal", "profile", "simulate_kernel",
+        "trace", "spmd_dim", "nc", "loop_reduce", "static_cast"}  # fmt: skip
+"""Names of neuronxcc.nki that nothing imports any more."""
+BY_HAND = {
+    "mask": ("mask= is no box of indices", "cut slices with min(), or use nisa.affine_select"),
+    "index-pattern": ("no slice and no access pattern has this index", "write it with .ap()"),
+    "broadcast": ("only a tile [P, 1] repeats in an instruction", "use broadcast() on a view"),
+    "block-dimension": ("block dimensions became lists of tiles", "index every one by a number"),
+    "result": ("the shape of this call's result is not known", "allocate it and pass dst="),
+    "removed": ("this function was removed from NKI", "write it with nki.isa"),
+    "benchmark": ("nki.benchmark and nki.profile are gone", "profile with neuron-explorer"),
+    "nested": ("an instruction stands where it cannot be moved out", "give it a line of its own"),
+    "grid": ("a launch grid is 1 or 2 cores", "loop over the programs inside the kernel"),
+    "stale-index": ("a size in this index has changed since", "compute the index after it"),
+    "output-parameter": (
+        "a kernel returns its outputs", "allocate it with buffer=nl.shared_hbm and return it"
+    ),
+}  # fmt: skip
+"""By the rule's name: what it is, and the remedy. Rules of `lint` are the others."""
