@@ -7,6 +7,7 @@ from pathlib import Path
 from command_line import argument_lists
 from modelled import held_out, paper_run, published, served, whole
 from readme import block
+from refusals import lint_rules, run_rules
 from sources import ROOT
 from tensor_parallel import layouts, speedups, traffic_of_ranks
 
@@ -24,6 +25,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "neuroncore/README.md": {"held-out": held_out},
     "neuroncore/docs/index.md": {"held-out": held_out},
+    "neuroncore/docs/rules.md": {"lint": lint_rules, "run": run_rules},
     "neuroncore/docs/modelled.md": {"published": published},
 }
 """What fills each block of each page, by the names in its marks."""

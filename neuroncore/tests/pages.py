@@ -1,8 +1,8 @@
 """The blocks of a page of the documentation, run in their order as its reader would.
 
-A Python block runs, one that begins with `# name.py` is that file; of a bash block each line of
-`neuroncore` runs; it exits with 0, or with 1 where a comment says so. A text block after either is
-what it prints, cut to what matters at `...`.
+A Python block runs, one that begins with `# name.py` is that file, in which `import nki` works.
+Of a bash block each line of `neuroncore` runs, and exits with 0, or with 1 where a comment says
+so. A text block after either is what it prints, in order, cut to what matters at `...`.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import neuroncore as nc
 from neuroncore.cli import main
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -37,8 +38,10 @@ def check(page: Path, command: Run = main) -> int:
             lines = [line for line in text.splitlines() if line.startswith("neuroncore ")]
             printed = "".join(_command(line, command) for line in lines)
         elif language == "text" and printed:
-            for part in text.split("...\n"):
-                assert _words(part) in _words(printed), f"{page.name}: {part}\nnot in\n{printed}"
+            at, whole = 0, _words(printed)
+            for part in map(_words, text.split("...\n")):
+                assert part in whole[at:], f"{page.name}: {part}\nnot in\n{printed}"
+                at = whole.index(part, at) + len(part)
             shown, printed = shown + 1, ""
     return shown
 
@@ -48,7 +51,8 @@ def _python(text: str, namespace: dict[str, Any]) -> str:
     if name:
         Path(name[1]).write_text(text)
     output = io.StringIO()
-    with contextlib.redirect_stdout(output):
+    finds_nki = nc.as_nki() if name else contextlib.nullcontext()
+    with contextlib.redirect_stdout(output), finds_nki:
         exec(compile(text, name[1] if name else "kernel.py", "exec"), namespace)  # noqa: S102
     return output.getvalue()
 

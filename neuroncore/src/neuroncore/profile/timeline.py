@@ -104,7 +104,7 @@ class _Arrays:
 
 def _document(p: Profile, arrays: _Arrays) -> dict[str, Any]:
     ticks_per_ns = _TICKS / p.schedule.time_ns if p.schedule.time_ns else 1.0
-    kinds, lines = _Kinds(), _Lines()
+    kinds, lines = _Kinds(), _SourceLines()
     tensors = _Tensors(lines)
     steps = critical_steps(p.schedule)
     cores = [
@@ -202,7 +202,7 @@ class _Kinds:
         return len(self.documents) - 1
 
 
-class _Lines:
+class _SourceLines:
     """Source lines."""
 
     def __init__(self) -> None:
@@ -223,7 +223,7 @@ class _Lines:
 class _Tensors:
     """Tensors that one line makes in one shape: a name, and the lines that write and read them."""
 
-    def __init__(self, lines: _Lines) -> None:
+    def __init__(self, lines: _SourceLines) -> None:
         self._lines = lines
         self._numbers: dict[Any, int] = {}
         self._found: list[tuple[set[Storage], set[int], set[int]]] = []
@@ -266,7 +266,7 @@ def _core(
     core: CoreSchedule,
     critical: set[int],
     kinds: _Kinds,
-    lines: _Lines,
+    lines: _SourceLines,
     tensors: _Tensors,
     arrays: _Arrays,
     ticks_per_ns: float,
