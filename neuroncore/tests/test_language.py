@@ -320,3 +320,14 @@ def test_no_reorder_and_buffer_questions():
 
     assert isinstance(run(kernel, data((4, 2))), np.ndarray)
     assert nc.language is nl
+
+
+def test_a_binary_function_takes_one_tile_twice():
+    def squares(x):
+        tile = nl.load(x)
+        out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
+        nl.store(out, nl.multiply(tile, tile))
+        return out
+
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    assert (nc.simulate(squares, x, target="trn2").outputs == x * x).all()

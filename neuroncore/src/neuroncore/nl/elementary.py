@@ -47,7 +47,7 @@ def _binary(name: str, text: str) -> Function:
         result = tile(like, dtype)
         if _is_scalar(name, y):
             nisa.tensor_scalar(result, x, function, y)
-        elif like is y:
+        elif not isinstance(x, NkiTensor):
             nisa.tensor_scalar(result, y, function, x, reverse0=True)
         else:
             nisa.tensor_tensor(result, x, y, function)
