@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 
 from neuroncore import __version__
-from neuroncore.cli import calibrate, check, compare, lint, migrate, script, simulate
+from neuroncore.cli import calibrate, check, compare, judge, lint, migrate, script, simulate
 from neuroncore.cli.console import Terminated, explain, fail, flushed, printable, terminable
 from neuroncore.cli.parser import EXAMPLE, Parser
 
@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"neuroncore {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (script, simulate, lint, migrate, check, compare, calibrate):
+    for module in (script, simulate, lint, migrate, check, judge, compare, calibrate):
         module.add(commands)
     return root
 

@@ -1,0 +1,1 @@
+"""`neuroncore judge`: values, rules and modelled time of a submitted kernel, as one score."""
