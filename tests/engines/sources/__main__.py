@@ -50,9 +50,11 @@ class Engine:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             found = [line for line in done.stdout.splitlines() if line.startswith("{")]
             rows += [json.loads(line) for line in found]
-            if done.returncode and all(row["equal"] for row in rows):
+            if not found or (done.returncode and all(row["equal"] for row in rows)):
                 last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                raise RuntimeError(f"{self.name} on {ranks} ranks ended after {len(rows)}: {last}")
+                raise RuntimeError(
+                    f"{self.name} on {ranks} ranks ended after {len(found)} cases: {last}"
+                )
         return {
             "engine": self.name,
             "ran": self.ran,
@@ -86,6 +88,13 @@ ENGINES = (
         {"nxd": "src", "nxdi": "src", "vllm-neuron-0.2": "."},
         {1: ("llama", "qwen3")},
         "our entry point, the plugin's model loader and its NxD Inference; not vLLM itself",
+    ),
+    Engine(
+        "optimum-neuron",
+        "optimum_neuron.py",
+        {"nxd": "src", "optimum-neuron": "."},
+        {1: (), 2: ("llama",)},
+        "factors multiplied out: models, generation, `shard_checkpoint`; no low-rank layers",
     ),
 )
 
@@ -121,7 +130,11 @@ def main() -> int:
         print("\n".join(lines), file=sys.stderr)
         return 1
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows = [engine.run(arguments.directory) for engine in chosen]
+    try:
+        rows = [engine.run(arguments.directory) for engine in chosen]
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
     if arguments.json:
         print(json.dumps(rows))
     else:

@@ -38,12 +38,16 @@ class Checkout:
         path = directory / self.folder
         if not (path / ".git").exists():
             return f"{path} must be a git checkout of {self.repository}, there is none"
-        command = ("git", "-C", str(path), "rev-parse", "HEAD")
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        head = done.stdout.strip()
+        head = _git(path, "rev-parse", "HEAD").strip()
         if head != self.commit:
-            return f"{path} must be at {self.commit[:12]}, got {head[:12] or done.stderr.strip()}"
-        return None
+            return f"{path} must be at {self.commit[:12]}, got {head[:12] or 'no commit'}"
+        changed = _git(path, "diff", "--name-only", "HEAD").split()
+        return f"{path} must be unchanged, {changed[0]} is not" if changed else None
+
+
+def _git(path: Path, *arguments: str) -> str:
+    command = ("git", "-C", str(path), *arguments)
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 CHECKOUTS = {
