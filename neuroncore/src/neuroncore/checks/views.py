@@ -192,6 +192,10 @@ def inside_storage(opcode: str, t: NkiTensor, partition_dims: int = 1) -> None:
     if 0 in geometry.shape:
         refuse(f"{opcode}: {t} is empty; leave the instruction out where there is nothing to do")
     layout, row = geometry.layout, row_elements(geometry, geometry.dtype)
+    if not geometry.on_chip and geometry.indirect is None:
+        box, row_bytes = layout.boxes[geometry.region], row * geometry.dtype.itemsize
+        if box.row >= 0 and box.row_end * row_bytes <= layout.bytes:
+            return
     total = prod(layout.shape) * layout.dtype.itemsize // geometry.dtype.itemsize
     # rows of a vector index come by the index
     first = 1 if geometry.indirect is not None and geometry.indirect[0] == "vector" else 0

@@ -20,8 +20,8 @@ class Geometry:
     """Shape, strides and offset of a view, in elements of its dtype, and the region it touches."""
 
     __slots__ = (
-        "children", "dtype", "elements", "form", "indirect", "inside", "layout", "memory", "offset",
-        "on_chip", "partitions", "region", "shape", "start", "strides",
+        "_extent", "children", "dtype", "elements", "form", "indirect", "inside", "layout",
+        "memory", "offset", "on_chip", "partitions", "region", "shape", "start", "strides",
     )  # fmt: skip
 
     def __init__(
@@ -41,23 +41,22 @@ class Geometry:
         self.start = offset // row if self.on_chip else 0
         self.partitions = shape[0] if self.on_chip else 0
         self.elements = prod(shape[1:]) if self.on_chip else prod(shape)
+        # the first geometry that differs by its place in HBM only
+        self.form = self
+        if not self.on_chip:
+            self.form = layout.forms.setdefault((shape, strides, dtype, indirect), self)
+        if self.form is self:
+            self._extent = self._spread(row)
         if indirect:
             rows = max(1, prod(layout.shape) // layout.row_elements)
             self.region = layout.region(Box(0, rows, 0, row * dtype.itemsize))
         else:
             self.region = layout.region(self._box(row))
         self.inside = False  # until an instruction has seen that it is
-        # the first geometry that differs by its place in HBM only
-        self.form = self
-        if not self.on_chip:
-            self.form = layout.forms.setdefault((shape, strides, dtype, indirect), self)
 
-    def _box(self, row: int) -> Box:
-        """The rows and bytes that the view touches, and whether it touches all of them."""
-        size = self.dtype.itemsize
+    def _spread(self, row: int) -> tuple[int, int, int, bool]:
+        """Where it begins, from its offset; its rows and columns; whether it has all of them."""
         steps = [(s, c) for s, c in zip(self.strides, self.shape, strict=True) if c > 1 and s]
-        lowest = self.offset + sum([s * (c - 1) for s, c in steps if s < 0])
-        first_row, first = divmod(lowest, row)
         rows = columns = 1
         exact = True
         for stride, count in sorted([(abs(s), c) for s, c in steps]):
@@ -67,6 +66,13 @@ class Geometry:
             else:
                 exact &= stride == columns
                 columns += stride * (count - 1)
+        return sum([s * (c - 1) for s, c in steps if s < 0]), rows, columns, exact
+
+    def _box(self, row: int) -> Box:
+        """The rows and bytes that the view touches, and whether it touches all of them."""
+        size = self.dtype.itemsize
+        lowest, rows, columns, exact = self.form._extent
+        first_row, first = divmod(self.offset + lowest, row)
         pattern = None
         if first + columns > row:  # runs over the end of a row: take whole rows
             rows += (first + columns - 1) // row
@@ -90,10 +96,12 @@ class Geometry:
 
     def array(self, storage: Storage, extra: int = 0) -> np.ndarray:
         """The view as a NumPy array on the storage's memory, `extra` elements further on."""
+        data = storage.data
+        assert data is not None, "no tensor holds the storage's values"
         dtype = storage.store if self.dtype is self.layout.dtype else self.dtype.numpy
         size = dtype.itemsize
         strides = tuple([s * size for s in self.strides])
-        return np.ndarray(self.shape, dtype, storage.data, (self.offset + extra) * size, strides)
+        return np.ndarray(self.shape, dtype, data, (self.offset + extra) * size, strides)
 
     def bytes_of(self, mask: np.ndarray) -> np.ndarray:
         """The view's bytes in a mask that has one entry per byte of the storage."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal
 
 from neuroncore.checks.base import NkiValidationError, note
@@ -48,7 +49,7 @@ def peak(trace: Trace, memory: MemoryRegion, machine: Machine) -> Peak:
     reserved = covered(placed)
     used = most = reserved
     at = -1
-    for instruction, _, size, _ in sorted(events, key=lambda e: e[:2]):
+    for instruction, _, size, _ in sorted(events, key=itemgetter(0, 1)):
         used += size
         if used > most:
             most, at = used, instruction

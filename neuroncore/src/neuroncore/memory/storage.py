@@ -10,11 +10,10 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from enum import Enum
 from math import prod
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -47,8 +46,7 @@ class MemoryRegion(Enum):
         return self.value
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """Rows [row, row_end) and bytes [byte, byte_end) of each.
 
     `pattern`, unless None, says which bytes of them: place, sizes and strides in bytes. Two views

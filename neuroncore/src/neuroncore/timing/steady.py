@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -312,9 +311,7 @@ def _shifted(layout: Layout, box: Box, bytes_on: int) -> Box:
     if pattern is not None:
         pattern = (pattern[0] + bytes_on, *pattern[1:])
     edges = box.row + rows, box.row_end + rows, box.byte + rest, box.byte_end + rest
-    return replace(
-        box, row=edges[0], row_end=edges[1], byte=edges[2], byte_end=edges[3], pattern=pattern
-    )
+    return Box(*edges, pattern)
 
 
 def _moved_region(layout: Layout, region: int, bytes_on: int) -> int:
