@@ -31,6 +31,11 @@ def add(commands: Any) -> None:
     description = "how quick neuroncore is on this machine: CPU seconds, beside NumPy; memory"
     add_command(commands, "simulator", _simulator, _show_simulator, description)
 
+    description = "files of nki-samples in the Beta dialect: migrated, values before and after"
+    command = add_command(commands, "migrate", _migrate, _show_migrate, description)
+    command.add_argument("sources", type=Path, metavar="SOURCES", help="a clone of nki-samples")
+    command.add_argument("--kernel", nargs="+", help="these kernels only (default: all)")
+
     description = "our NKI kernels compared with NeuronMM's on the simulated core; time is modelled"
     example = "--model Llama-3.2-1B --tokens 1 --target trn2"
     command = add_command(
@@ -50,6 +55,24 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--plot", type=Path, metavar="OUT.png", help="draw the paper's Figure 1 (matplotlib)"
     )
+
+
+def _migrate(options: argparse.Namespace) -> list[dict[str, Any]]:
+    from benchmarks import migrations
+
+    return list(migrations.run_all(options.sources.resolve(), options.kernel))
+
+
+def _show_migrate(rows: list[dict[str, Any]]) -> None:
+    from benchmarks import migrations
+
+    def cell(value: Any) -> str:
+        return f"{value:.2g}" if isinstance(value, float) else str(value or "")
+
+    columns = list(rows[0])
+    left = ["file", "kernel", "result", "left_by_hand"]
+    show_table(columns, [[cell(row[c]) for c in columns] for row in rows], left=left)
+    stdout.print(migrations.summary(rows))
 
 
 def _published(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import ast
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from neuroncore.checks.lint import findings
 from neuroncore.checks.lint_rules import LINES, RULES
@@ -40,7 +41,7 @@ def migrate(text: str, path: str = "kernel.py") -> tuple[str, list[Left]]:
     new = File(text, tree, names).migrated()
     new = _linted(new, path)
     found = []
-    for number, line in enumerate(new.splitlines(), 1):
+    for number, line in enumerate(lines_of(new), 1):
         if line.lstrip().startswith(MARK):
             rule, _, remedy = line.strip().removeprefix(MARK).partition("; ")
             found.append(Left(number, rule, remedy))
@@ -49,7 +50,7 @@ def migrate(text: str, path: str = "kernel.py") -> tuple[str, list[Left]]:
 
 def _linted(text: str, path: str) -> str:
     """The text with a comment above each statement that a line of NKI still refuses."""
-    lines = text.splitlines(keepends=True)
+    lines = lines_of(text)
     tree = ast.parse(text)
     starts = {}
     for node in ast.walk(tree):  # outer statements first
@@ -72,12 +73,18 @@ def _linted(text: str, path: str) -> str:
     return "".join(lines)
 
 
+def lines_of(text: str) -> list[str]:
+    """The lines as Python counts them: a form feed, or a separator of Unicode, ends none."""
+    return re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text)
+
+
 class File:
     """A file's text and the edits to it."""
 
     def __init__(self, text: str, tree: ast.Module, names: Names) -> None:
         self.text, self.tree, self.names = text, tree, names
-        self.lines = text.splitlines(keepends=True)
+        self.lines = lines_of(text)
+        self.removed: set[ast.stmt] = set()
         self.edits: list[tuple[int, int, str]] = []
         self.starts = [0]
         for line in self.lines:
@@ -119,6 +126,13 @@ class File:
         begin, end = self.span(node)
         indent = self.indent(node.lineno)
         kept = [] if node.lineno == node.end_lineno else comments(self.text[begin:end])
+        if self.text[self.starts[node.lineno - 1] : begin].strip():  # after a colon or semicolon
+            if any(line.startswith(("for ", "    ")) for line in lines):
+                raise ByHandError("nested")
+            self.edits.append((begin, end, "; ".join(lines) or "pass"))
+            return
+        if not lines:
+            self.removed.add(node)
         lines = [row for line in lines for row in wrapped(line, len(indent))]
         new = f"\n{indent}".join([*kept, *lines])
         rest = self.text[end : self.starts[node.end_lineno or 0]]
@@ -145,14 +159,13 @@ class File:
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
                     self._function(node, scope)
                 case ast.ClassDef():
-                    for inner in node.body:
-                        self.statement(inner, Scope(self.names, {}, set()))
-                case ast.For() | ast.While() | ast.If() | ast.With() | ast.Try():
+                    self._block(node.body, Scope(self.names, {}, set()))
+                case _ if hasattr(node, "body") or isinstance(node, ast.Match):
                     self._compound(node, scope)
                 case _:
                     self._simple(node, scope)
-        except ByHandError as left:
-            self.marked(node, str(left))
+        except (ByHandError, KeyError, IndexError) as left:  # the latter: an argument is missing
+            self.marked(node, str(left) if isinstance(left, ByHandError) else "result")
             for name in _assigned(node):
                 scope.env.pop(name, None)
 
@@ -176,17 +189,34 @@ class File:
                     forget(scope, name)
                 if own is not None and name not in begins:
                     scope.env.setdefault(name, own)
-        for part in ("body", "orelse", "finalbody"):
-            for inner in getattr(node, part, []):
-                self.statement(inner, scope)
-        for handler in getattr(node, "handlers", []):
-            for inner in handler.body:
-                self.statement(inner, scope)
+        before, ends = dict(scope.env), []
+        blocks = [getattr(node, part, []) for part in ("body", "orelse", "finalbody")]
+        inner = [*getattr(node, "handlers", []), *getattr(node, "cases", [])]
+        for block in [*blocks, *[each.body for each in inner]]:
+            if not isinstance(node, ast.For | ast.While | ast.With):
+                scope.env.clear()
+                scope.env |= before
+            self._block(block, scope)
+            ends.append(dict(scope.env))
+        if not isinstance(node, ast.For | ast.While | ast.With):
+            _join(scope, ends)
+
+    def _block(self, block: list[ast.stmt], scope: Scope) -> None:
+        for node in block:
+            self.statement(node, scope)
+        if block and self.removed.issuperset(block):
+            begin = self.starts[block[0].lineno - 1]
+            self.edits.append((begin, begin, f"{self.indent(block[0].lineno)}pass\n"))
 
     def _function(self, node: FunctionNode, outer: Scope) -> None:
         is_kernel = self._decorators(node)
         env = dict(outer.env)
-        scope = Scope(self.names, env, _sums(node, self.names))
+        later = [n for n in _own(outer.function) if n.lineno > (node.end_lineno or 0)]
+        for name in {name for n in later for name in _assigned(n)}:  # when it is called
+            for key, value in env.items():
+                if value.kind in ("index", "mask", "grid") and _mentions(value, name):
+                    env[key] = Value("?", value.kind)
+        scope = Scope(self.names, env, _sums(node, self.names), node)
         used = [self.names.of(n) for n in ast.walk(node) if isinstance(n, ast.Attribute | ast.Name)]
         is_device = any(dotted.startswith((f"{_NKI}.language.", f"{_NKI}.isa.")) for dotted in used)
         for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
@@ -197,12 +227,18 @@ class File:
                 env[a.arg] = Value(a.arg, "tile", memory=memory)
         if node.returns is not None and self.names.of(node.returns) == f"{_NKI}.tensor":
             self.edits.append((*self.span(node.returns), f"{self.names.nl}.ndarray"))
+        if (
+            is_kernel
+            and self._stores(node)
+            and not any(isinstance(n, ast.Return) and n.value for n in ast.walk(node))
+        ):
+            self.marked(node, "output-parameter")
         try:
             self._grid(node, scope)
         except ByHandError as left:
+            self.names.grids.discard(node.name)
             self.marked(node, str(left))
-        for inner in node.body:
-            self.statement(inner, scope)
+        self._block(node.body, scope)
 
     def _memory(self, node: FunctionNode, name: str, is_kernel: bool) -> str | None:
         """The memory of a parameter that is a tensor: "" for an unknown one, None for no tensor."""
@@ -222,6 +258,14 @@ class File:
             if any(_is(e, name) for e in ends):
                 found = "hbm" if function in ("load", "store") or found == "hbm" else ""
         return "hbm" if found is not None and is_kernel else found
+
+    def _stores(self, node: FunctionNode) -> bool:
+        """Whether it stores into a parameter."""
+        names = {a.arg for a in node.args.args}
+        calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and n.args]
+        ends = [n.args[0] for n in calls if self.names.of(n.func) == f"{_NKI}.language.store"]
+        ends = [e.value if isinstance(e, ast.Subscript) else e for e in ends]
+        return any(isinstance(e, ast.Name) and e.id in names for e in ends)
 
     def _decorators(self, node: FunctionNode) -> bool:
         """Leave `nki.jit` alone, and return whether it is there: not on what a kernel calls."""
@@ -324,10 +368,10 @@ class File:
                 whole = f"{module}.{a.name}"
                 if whole in _MODULES:
                     lines.append(_import(whole, a.asname or a.name))
-                elif module in _MODULES and a.name not in GONE:
+                elif module in _MODULES and a.name not in (*GONE, "*"):
                     kept.append(a.name + (f" as {a.asname}" if a.asname else ""))
-                elif module not in _MODULES:
-                    raise ByHandError("removed")
+                elif module not in _MODULES or a.name == "*":
+                    raise ByHandError("import")
             if kept:
                 lines.append(f"from {module.removeprefix('neuronxcc.')} import {', '.join(kept)}")
         self.replaced(node, [line for line in lines if line])
@@ -339,7 +383,7 @@ _DEEPER = "#\0"
 
 def _deepened(text: str) -> str:
     lines, pad = [], ""
-    for line in text.splitlines(keepends=True):
+    for line in lines_of(text):
         if line.startswith(_DEEPER):
             pad = line.removeprefix(_DEEPER).rstrip("\n")
         else:
@@ -381,7 +425,7 @@ _TENSORS = ("src", "dst", "data", "data1", "data2", "stationary", "moving", "val
 def _import(dotted: str, name: str | None) -> str:
     new = dotted.removeprefix("neuronxcc.")
     if dotted not in _MODULES or name is None:
-        raise ByHandError("removed")
+        raise ByHandError("import")
     return f"import {new}" if new == name else f"import {new} as {name}"
 
 
@@ -406,20 +450,57 @@ def _sums(node: FunctionNode, names: Names) -> set[str]:
     return found - others
 
 
+def _own(node: ast.AST | None) -> list[Any]:
+    """The simple statements of a function, without those of functions inside."""
+    found = []
+    for child in ast.iter_child_nodes(node) if node is not None else ():
+        if isinstance(child, FunctionNode | ast.ClassDef | ast.expr):
+            continue
+        found += _own(child)
+        if isinstance(child, ast.stmt) and not hasattr(child, "body"):
+            found.append(child)
+    return found
+
+
+def _mentions(value: Value, name: str) -> bool:
+    texts = [value.offset, *[t for term in value.terms.values() for t in term]]
+    word = re.compile(rf"\b{re.escape(name)}\b")
+    return any(map(word.search, texts)) or any(_mentions(part, name) for part in value.parts)
+
+
 def forget(scope: Scope, name: str) -> None:
     """A name has another value now: so have the texts that mention it."""
     word = re.compile(rf"\b{re.escape(name)}\b")
     scope.env.pop(name, None)
     for key, value in scope.env.items():
-        texts = [value.offset, *[t for term in value.terms.values() for t in term]]
-        for part in value.parts:
-            texts += [part.offset, *[t for term in part.terms.values() for t in term]]
-        if value.kind in ("index", "mask", "grid") and any(map(word.search, texts)):
+        if value.kind in ("index", "mask", "grid") and _mentions(value, name):
             scope.env[key] = Value("?", value.kind)
-        elif value.shape and any(map(word.search, value.shape)):
-            scope.env[key] = replace(value, shape=None)
-        if value.dtype and word.search(value.dtype):
-            scope.env[key] = replace(scope.env[key], dtype="")
+            continue
+        is_stale = value.shape and any(map(word.search, value.shape))
+        dtype = "" if word.search(value.dtype) else value.dtype
+        scope.env[key] = replace(value, shape=None if is_stale else value.shape, dtype=dtype)
+
+
+def _join(scope: Scope, ends: list[dict[str, Value]]) -> None:
+    """What is known after any of several branches."""
+    scope.env.clear()
+    for name in {name for end in ends for name in end}:
+        found = [end[name] for end in ends if name in end]
+        first = found[0]
+        if all(value == first for value in found):
+            scope.env[name] = first
+        elif any(value.kind in ("index", "mask", "grid") for value in found):
+            scope.env[name] = Value("?", "index")
+        elif all(value.kind == "tile" for value in found):
+            shapes, dtypes, memories = (
+                {getattr(value, what) for value in found} for what in ("shape", "dtype", "memory")
+            )
+            scope.env[name] = replace(
+                first,
+                shape=first.shape if len(shapes) == 1 else None,
+                dtype=first.dtype if len(dtypes) == 1 else "",
+                memory=first.memory if len(memories) == 1 else "",
+            )
 
 
 def new_lines(node: ast.stmt, scope: Scope) -> list[str] | None:
@@ -451,15 +532,14 @@ def new_lines(node: ast.stmt, scope: Scope) -> list[str] | None:
                 forget(scope, target.id)
             return None
         case ast.Expr(value) if isinstance(value, ast.Call):
-            return _plain(node, view(scope.value(value)), scope, is_bare=True)
+            found = scope.value(value)
+            if found.kind == "python" or not scope.lines:
+                return _plain(node, view(found), scope)
+            return scope.lines
         case ast.Return(ast.expr() as value):
             return _plain(node, f"return {view(scope.value(value))}", scope)
-        case ast.Assert(test):
-            new = scope.value(test)
-            return None if new.text == ast.unparse(test) else [f"assert {new.text}"]
         case _:
-            return None
-    return None
+            return _plain(node, scope.rewritten(node), scope)
 
 
 def _operator(op: ast.operator) -> str:
@@ -470,9 +550,7 @@ def _operator(op: ast.operator) -> str:
     return OPERATORS[type(op).__name__]
 
 
-def _plain(node: ast.stmt, text: str, scope: Scope, is_bare: bool = False) -> list[str] | None:
-    if is_bare and scope.lines:
-        return scope.lines
+def _plain(node: ast.stmt, text: str, scope: Scope) -> list[str] | None:
     return None if not scope.lines and text == ast.unparse(node) else [*scope.lines, text]
 
 
@@ -497,7 +575,12 @@ def _bound(node: ast.stmt, name: str, value: ast.expr, scope: Scope) -> list[str
 def _unpacked(
     node: ast.stmt, elts: list[ast.expr], value: ast.expr, scope: Scope
 ) -> list[str] | None:
-    names = [e.id if isinstance(e, ast.Name) else "_" for e in elts]
+    names = [e.id for e in elts if isinstance(e, ast.Name)]
+    if len(names) < len(elts):
+        new = scope.rewritten(node)
+        for name in _assigned(node):
+            forget(scope, name)
+        return _plain(node, new, scope)
     if isinstance(value, ast.Tuple) and len(value.elts) == len(elts):
         lines: list[str] = []
         values = [scope.value(v) for v in value.elts]
@@ -546,7 +629,7 @@ def read(path: Path) -> str:
     if path.suffix == ".ipynb":
         raise ValueError(f"{path} is a notebook; save its kernels as a .py file")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:

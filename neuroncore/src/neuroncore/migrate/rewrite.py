@@ -101,8 +101,14 @@ class Names:
 class Scope:
     """The values of a function's names, and the new statements of the current one."""
 
-    def __init__(self, names: Names, env: dict[str, Value], sums: set[str]) -> None:
-        self.names, self.env, self.sums = names, env, sums
+    def __init__(
+        self,
+        names: Names,
+        env: dict[str, Value],
+        sums: set[str],
+        function: FunctionNode | None = None,
+    ) -> None:
+        self.names, self.env, self.sums, self.function = names, env, sums, function
         self.lines: list[str] = []
         self.places: dict[int, str] = {}
 
@@ -111,19 +117,25 @@ class Scope:
     def value(self, node: ast.expr, name: str = "") -> Value:
         """The value of an expression; its instructions go before, their result to `name`."""
         method = getattr(self, f"_{type(node).__name__.lower()}", None)
+        before = len(self.lines)
         found = method(node, name) if method else None
+        if found is None:
+            del self.lines[before:]
         return found if found is not None else self._plain(node)
 
     def _plain(self, node: ast.expr) -> Value:
         """An expression of Python, whose parts may be rewritten."""
-        if isinstance(node, ast.Constant | ast.Name | ast.JoinedStr):
-            return Value(ast.unparse(node))
-        new = copy.deepcopy(node)
         before = len(self.lines)
-        self._inside(new)
+        text = ast.unparse(node) if isinstance(node, ast.Constant) else self.rewritten(node)
         if isinstance(node, _CONDITIONAL) and len(self.lines) > before:
             raise ByHandError("nested")
-        return Value(ast.unparse(new))
+        return Value(text)
+
+    def rewritten(self, node: ast.expr | ast.stmt) -> str:
+        """The text of a node of Python with what is in it rewritten."""
+        new = copy.deepcopy(node)
+        self._inside(new)
+        return ast.unparse(new)
 
     def _inside(self, node: ast.AST) -> None:
         """Rewrite the expressions in a node."""
@@ -134,7 +146,8 @@ class Scope:
                 setattr(node, name, self._part(child))
 
     def _part(self, node: Any) -> Any:
-        if not isinstance(node, ast.expr) or isinstance(node, ast.Slice | ast.Tuple | ast.Starred):
+        passed = ast.Slice | ast.Tuple | ast.Starred | ast.FormattedValue
+        if not isinstance(node, ast.expr) or isinstance(node, passed):
             if isinstance(node, ast.AST):
                 self._inside(node)
             return node
@@ -338,7 +351,8 @@ class Scope:
         if kernel in self.names.kernels and kernel not in self.names.grids:
             if len(sizes) == 1:
                 return None  # cores
-        elif kernel not in self.names.grids and len(sizes) < 2:
+            raise ByHandError("grid")
+        if kernel not in self.names.grids and len(sizes) < 2:
             return None
         grid = ", ".join(self._programs(n) for n in sizes) + "," * (len(sizes) == 1)
         text = [self.value(a).text for a in node.args]
@@ -367,9 +381,12 @@ class Scope:
         if function in tables.LOOPS:
             return Value(f"range({', '.join(self.value(a).text for a in node.args)})")
         if function == "arange":
-            return index("0", {-1: ("1", self.value(node.args[0]).text)})
+            stop = [*self._given(node, "start", "stop").values()]
+            if len(stop) > 1:
+                raise ByHandError("index-pattern")
+            return index("0", {-1: ("1", self.value(stop[0]).text)})
         if function == "par_dim":
-            return self.value(node.args[0])
+            return self.value(self._given(node, "size")["size"])
         if function in ("load", "store", "copy"):
             given = self._given(node, *(("dst", "value") if function == "store" else ("src",)))
             box = box_of(self._mask(given))
@@ -407,7 +424,8 @@ class Scope:
             to = self.fresh(shape, f"{nl}.float32", "psum", name)
             return self.issue("nc_matmul", to, {}, stationary=x, moving=y)
         if function == "transpose":
-            return self._transposed(self._near(self.value(node.args[0])), name)
+            x = self._near(self._tensor(self.value(self._given(node, "x")["x"])))
+            return self._transposed(x, name)
         if function == "shared_constant":
             given = self._given(node, "constant", "dtype")
             array, dtype = given["constant"], self.dtype(given.get("dtype"))
@@ -420,7 +438,8 @@ class Scope:
         if function == "shared_identity_matrix":
             return self.kept(ast.unparse(node), Value("", "tile", memory="sbuf"), name)
         if function == "static_cast":
-            array, dtype = (self.value(a).text for a in node.args)
+            given = self._given(node, "value", "dtype")
+            array, dtype = (self.value(given[key]).text for key in ("value", "dtype"))
             return Value(f"{array}.astype({dtype})")
         if function in ("program_id", "num_programs") and "grid" in self.env:
             axis = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else 0

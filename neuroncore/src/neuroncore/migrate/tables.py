@@ -40,6 +40,7 @@ BY_HAND = {
     "result": ("the shape of this call's result is not known", "allocate it and pass dst="),
     "removed": ("this function was removed from NKI", "write it with nki.isa"),
     "benchmark": ("nki.benchmark and nki.profile are gone", "profile with neuron-explorer"),
+    "import": ("the module has no counterpart", "import nki, nki.language and nki.isa by name"),
     "nested": ("an instruction stands where it cannot be moved out", "give it a line of its own"),
     "grid": ("a launch grid is 1 or 2 cores", "loop over the programs inside the kernel"),
     "stale-index": ("a size in this index has changed since", "compute the index after it"),
