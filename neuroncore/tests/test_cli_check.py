@@ -219,6 +219,7 @@ def test_sarif_has_what_the_schema_requires(run, write):
     assert (log["version"], len(log["runs"])) == ("2.1.0", 1)
     assert log["$schema"].endswith("sarif-2.1.0.json")
     (each,) = log["runs"]
+    assert each["automationDetails"] == {"id": "neuroncore/kernels.py:wrong/"}
     driver = each["tool"]["driver"]
     assert (driver["name"], driver["version"]) == ("neuroncore", neuroncore.__version__)
     names = [rule["id"] for rule in driver["rules"]]

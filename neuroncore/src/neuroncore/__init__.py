@@ -46,8 +46,17 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def pytest_addoption() -> None:
+def pytest_addoption(parser: Any) -> None:
     """`pytest -p neuroncore`: `import nki` finds the simulator, from the first conftest.py on."""
     from neuroncore.dropin import install
+    from neuroncore.testing import add_options
 
     install()
+    add_options(parser)
+
+
+def pytest_configure(config: Any) -> None:
+    """Take over the options of `assert_kernel`."""
+    from neuroncore.testing import configure
+
+    configure(config)

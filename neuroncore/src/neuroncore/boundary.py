@@ -209,3 +209,12 @@ def _torch_tensor(values: np.ndarray) -> Any:
     if not hasattr(torch, str(name)):
         raise TypeError(f"torch has no {name}; give the kernel NumPy arrays, or cast its output")
     return torch.from_numpy(np.ascontiguousarray(values).view(bits)).view(getattr(torch, str(name)))
+
+
+def as_arrays(outputs: Any) -> list[np.ndarray]:
+    """A function's result as arrays: None is none, a tuple or list is several."""
+    if outputs is None:
+        return []
+    if isinstance(outputs, tuple | list):
+        return [array for output in outputs for array in as_arrays(output)]
+    return [torch_array("output", outputs) if is_torch(outputs) else np.asarray(outputs)]

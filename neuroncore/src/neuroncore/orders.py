@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from neuroncore.boundary import is_torch, torch_array
+from neuroncore.boundary import as_arrays
 from neuroncore.checks.base import placed
 from neuroncore.checks.races import races
 
@@ -27,7 +25,7 @@ def same_values(found: Simulation, other: Simulation, order: int) -> None:
             "schedules compares orders of cores that run at once, and the kernel runs on one, "
             "whose engines wait for the data they share; use kernel[2] (--lnc 2) or ranks"
         )
-    pairs = zip(_arrays(found.outputs), _arrays(other.outputs), strict=True)
+    pairs = zip(as_arrays(found.outputs), as_arrays(other.outputs), strict=True)
     for number, (a, b) in enumerate(pairs):
         if a.tobytes() == b.tobytes():
             continue
@@ -40,9 +38,3 @@ def same_values(found: Simulation, other: Simulation, order: int) -> None:
             f"output {number} has other values in order {order} of the cores: a race; {text}",
             *place,
         )
-
-
-def _arrays(outputs: Any) -> list[np.ndarray]:
-    if isinstance(outputs, tuple | list):
-        return [array for output in outputs for array in _arrays(output)]
-    return [torch_array("output", outputs) if is_torch(outputs) else np.asarray(outputs)]

@@ -71,7 +71,8 @@ def _check(options: argparse.Namespace) -> dict[str, Any]:
         found += more
     found = once(found)
     if options.sarif is not None:
-        options.sarif.write_text(json.dumps(sarif(found), indent=2) + "\n", encoding="utf-8")
+        log = json.dumps(sarif(found, shown(str(path)) + (f":{place.name}" if place else "")))
+        options.sarif.write_text(log + "\n", encoding="utf-8")
     failing = ("error", "warning") if options.strict else ("error",)
     options.exit_code = lambda document: int(any(f.severity in failing for f in found))
     return {

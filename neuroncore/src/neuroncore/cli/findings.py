@@ -109,7 +109,7 @@ class KernelFinding:
 
 
 def of_message(
-    message: str, refused: bool, place: tuple[str, int], rule: str = ""
+    message: str, refused: bool = True, place: tuple[str, int] = ("", 1), rule: str = ""
 ) -> KernelFinding:
     """The finding that an error or a warning of a run is; a place at its end is left out."""
     message = re.sub(r" \[[^\[\]]+\.py:\d+\]$", "", message)
@@ -143,8 +143,8 @@ def source_of(rule: str) -> str:
     return f"NKI {line} language guide" if line else "NKI language and migration guides"
 
 
-def sarif(findings: Iterable[KernelFinding]) -> dict[str, Any]:
-    """A SARIF 2.1.0 log of one run, as GitHub's code scanning takes it."""
+def sarif(findings: Iterable[KernelFinding], kernel: str) -> dict[str, Any]:
+    """A SARIF 2.1.0 log of one run, as GitHub's code scanning takes it: a category a kernel."""
     findings = list(findings)
     names = sorted({found.rule for found in findings})
     rules = [
@@ -178,13 +178,14 @@ def sarif(findings: Iterable[KernelFinding]) -> dict[str, Any]:
         "informationUri": "https://github.com/neuronmm-ops/neuronmm-ops/tree/main/neuroncore",
         "rules": rules,
     }
-    return {
-        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
-        "version": "2.1.0",
-        "runs": [
-            {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
-        ],
+    run = {
+        "tool": {"driver": driver},
+        "automationDetails": {"id": f"neuroncore/{kernel}/"},
+        "columnKind": "unicodeCodePoints",
+        "results": results,
     }
+    schema = "https://json.schemastore.org/sarif-2.1.0.json"
+    return {"$schema": schema, "version": "2.1.0", "runs": [run]}
 
 
 def _uri(path: str) -> str:

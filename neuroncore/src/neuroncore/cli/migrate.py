@@ -71,9 +71,9 @@ def _verified(options: argparse.Namespace, path: Path, text: str) -> list[dict[s
     """How far the new kernel's outputs are from the old one's. Raises KernelError: too far."""
     import numpy as np
 
+    from neuroncore.boundary import as_arrays
     from neuroncore.cli import files, reference, runs
     from neuroncore.cli.arguments import read_arguments
-    from neuroncore.cli.tensors import as_arrays
     from neuroncore.kernel import RunSettings
 
     arguments = dict(pair for given in options.arguments for pair in read_arguments(given))
@@ -93,7 +93,7 @@ def _verified(options: argparse.Namespace, path: Path, text: str) -> list[dict[s
         finally:
             sys.path.remove(str(old.path.parent))
     values = [[a.astype(t) for a in before] for t in (np.float64, np.float32)]
-    found = reference.agreements(after, reference.Expected(old, *values))
+    found = reference.agreements(after, reference.Expected(str(old), *values))
     reference.check_agreement(found, old)
     return [entry.document() for entry in found]
 

@@ -1,15 +1,16 @@
 """A kernel's outputs beside a reference function of the user's, computed in fp64."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from neuroncore.boundary import as_arrays, is_torch
 from neuroncore.cli.arguments import check_arguments, parameters_of
 from neuroncore.cli.console import KernelError
 from neuroncore.cli.files import FunctionPath, function_of, module, reported
-from neuroncore.cli.tensors import as_arrays
 from neuroncore.dtypes import from_fp32, from_numpy
 
 ROUNDINGS = 4
@@ -29,6 +30,12 @@ class Agreement:
     """max |fp64 reference|."""
     agrees: bool
 
+    def within(self, rtol: float) -> "Agreement":
+        """The same where this share of the largest value is allowed."""
+        allowed = rtol * (self.largest or 0.0)
+        agrees = self.max_error is not None and self.max_error <= allowed
+        return replace(self, allowed=allowed, agrees=agrees)
+
     def document(self) -> dict[str, Any]:
         """As plain types."""
         return asdict(self)
@@ -38,26 +45,30 @@ class Agreement:
 class Expected:
     """What the reference returned: in fp64, and in fp32."""
 
-    place: FunctionPath
+    of: str
     exact: list[np.ndarray]
     single: list[np.ndarray]
 
 
 def expect(place: FunctionPath, arguments: dict[str, Any]) -> Expected:
+    """`expected_of` the function of a file."""
+    with reported(place.path), module(place.path) as found:
+        return expected_of(function_of(found, place), str(place), arguments)
+
+
+def expected_of(function: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> Expected:
     """Call the reference with the kernel's arguments that it names, floats in fp64 and in fp32.
 
     To be called before the kernel, which may write its inputs.
     """
-    with reported(place.path), module(place.path) as found:
-        function = function_of(found, place)
-        known, takes_any = parameters_of(function)
-        named = {n: value for n, value in arguments.items() if takes_any or n in known}
-        check_arguments(function, f"reference {place.name}", named)
-        results = [
-            as_arrays(function(**{name: _cast(value, dtype) for name, value in named.items()}))
-            for dtype in (np.float64, np.float32)
-        ]
-    return Expected(place, results[0], results[1])
+    known, takes_any = parameters_of(function)
+    named = {n: value for n, value in arguments.items() if takes_any or n in known}
+    check_arguments(function, f"reference {name.rpartition(':')[2]}", named)
+    results = [
+        as_arrays(function(**{n: _cast(value, dtype) for n, value in named.items()}))
+        for dtype in (np.float64, np.float32)
+    ]
+    return Expected(name, results[0], results[1])
 
 
 def inputs_of(place: FunctionPath) -> dict[str, Any]:
@@ -70,7 +81,10 @@ def inputs_of(place: FunctionPath) -> dict[str, Any]:
 
 
 def _cast(value: Any, dtype: Any) -> Any:
-    """Floats in another dtype; other tensors and values as they are, copied."""
+    """Floats in another dtype; other arrays copied, other values as they are."""
+    if is_torch(value):
+        is_float = value.is_floating_point()
+        return (value.double() if dtype is np.float64 else value.float()) if is_float else value
     if not isinstance(value, np.ndarray):
         return value
     is_float = value.dtype.kind == "f" or from_numpy(value.dtype).is_float
@@ -82,12 +96,12 @@ def agreements(outputs: Any, expected: Expected) -> list[Agreement]:
     arrays = as_arrays(outputs)
     if len(arrays) != len(expected.exact):
         raise KernelError(
-            f"the kernel returns {len(arrays)} tensors, {expected.place} {len(expected.exact)}"
+            f"the kernel returns {len(arrays)} tensors, {expected.of} {len(expected.exact)}"
         )
     for i, (output, exact) in enumerate(zip(arrays, expected.exact, strict=True)):
         if output.shape != exact.shape:
             raise KernelError(
-                f"output {i} is {list(output.shape)}, of {expected.place} {list(exact.shape)}"
+                f"output {i} is {list(output.shape)}, of {expected.of} {list(exact.shape)}"
             )
     rows = zip(arrays, expected.exact, expected.single, strict=True)
     return [_agreement(i, *row) for i, row in enumerate(rows)]

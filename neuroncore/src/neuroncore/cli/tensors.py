@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from neuroncore import TensorSpec
+from neuroncore.boundary import as_arrays
 from neuroncore.dtypes import DTYPES, DType, from_fp32, from_numpy
 from neuroncore.files import replacing
 
@@ -204,11 +205,3 @@ def _serialized(arrays: list[np.ndarray], path: Path) -> bytes:
     except SafetensorError as error:
         dtypes = ", ".join(sorted({str(a.dtype) for a in arrays}))
         raise ValueError(f"cannot save {dtypes} to {path}: {error}; use .npy") from error
-
-
-def as_arrays(outputs: Any) -> list[np.ndarray]:
-    """A function's result as arrays: None is none, a tuple or list is several."""
-    if outputs is None:
-        return []
-    many = isinstance(outputs, tuple | list)
-    return [np.asarray(value) for value in (outputs if many else [outputs])]
