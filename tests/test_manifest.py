@@ -80,7 +80,7 @@ def test_every_way_of_writing_leaves_one(pristine, tmp_path):
     compress_(model, PLAIN)
     model.save_pretrained(tmp_path / "save_pretrained, compressed here")
     hf.load(pristine).save_pretrained(tmp_path / "save_pretrained", max_shard_size="100KB")
-    export(pristine, tmp_path / "export nxdi", shard_bytes=100_000)
+    export(pristine, tmp_path / "export nxdi")
     for path in tmp_path.iterdir():
         assert verify(path)["made_by"] == path.name.partition(",")[0]
     sources = {path.name: (read_manifest(path) or {})["source"] for path in tmp_path.iterdir()}

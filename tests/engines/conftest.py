@@ -19,8 +19,7 @@ def nxd(monkeypatch):
     nxdi_stand_ins.CALLS.clear()
     yield found
     nxdi.causal_lm.cache_clear()
-    for name in ("layers", "factors"):
-        sys.modules.pop(f"neuronmm_ops.engines.nxdi.{name}", None)
+    sys.modules.pop("neuronmm_ops.engines.nxdi.layers", None)
 
 
 @pytest.fixture

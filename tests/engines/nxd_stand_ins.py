@@ -89,6 +89,13 @@ def missing(size: int, tp: int) -> int:
 
 
 class BaseParallelLinear(nn.Module):
+    """What NxD gives each rank a part of."""
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__()
+
+
+class DividedLinear(BaseParallelLinear):
     """Its parameters are NaN until they are loaded."""
 
     def __init__(
@@ -116,7 +123,7 @@ class BaseParallelLinear(nn.Module):
             self.bias = nn.Parameter(torch.full(shape[:1], torch.nan, dtype=dtype))
 
 
-class ColumnParallelLinear(BaseParallelLinear):
+class ColumnParallelLinear(DividedLinear):
     def __init__(
         self,
         input_size: int,
@@ -153,7 +160,7 @@ class ColumnParallelLinear(BaseParallelLinear):
             model_state_dict[prefix] = F.pad(model_state_dict[prefix], extra)
 
 
-class RowParallelLinear(BaseParallelLinear):
+class RowParallelLinear(DividedLinear):
     def __init__(
         self,
         input_size: int,

@@ -126,11 +126,20 @@ def make(
 
 
 def dense_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict whose pairs are dense weights `[N, K]`, multiplied out."""
-    found = {name: t for name, t in state.items() if not name.endswith((".u", ".v"))}
-    for name in [name[:-2] for name in state if name.endswith(".u")]:
-        product = state[f"{name}.u"].double() @ state[f"{name}.v"].double()
-        found[f"{name}.weight"] = product.t().to(state[f"{name}.u"].dtype).contiguous()
+    """Return a state dict whose pairs, and what is in a storage, are dense weights `[N, K]`."""
+
+    def matrix(name: str) -> Tensor:
+        scale = state.get(f"{name}_scale")
+        found = state[name].double()
+        return found if scale is None else found * scale.double()
+
+    ends = (".u", ".v", ".w", "_scale")
+    found = {name: t for name, t in state.items() if not name.endswith(ends)}
+    dtype = state["model.norm.weight"].dtype
+    for name in {n.rpartition(".")[0] for n in state if n.endswith((".u", ".w"))}:
+        is_pair = f"{name}.u" in state
+        whole = matrix(f"{name}.u") @ matrix(f"{name}.v") if is_pair else matrix(f"{name}.w")
+        found[f"{name}.weight"] = whole.t().to(dtype).contiguous()
     return found
 
 

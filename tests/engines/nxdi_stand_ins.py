@@ -32,7 +32,7 @@ NXD, NXDI = "neuronx_distributed", "neuronx_distributed_inference"
 # --- neuronx_distributed_inference: attention
 
 
-class _Heads(nn.Module):
+class Heads(nn.Module):
     """Pads the heads to a multiple of tp, which either divides the key/value heads or pads them."""
 
     def __init__(self, hidden_size: int, head_dim: int, heads: int, kv_heads: int, dtype: Any):
@@ -56,7 +56,7 @@ class _Heads(nn.Module):
             state[key.replace(old, new)] = state[key]
 
 
-class GroupQueryAttention_QKV(_Heads):  # noqa: N801
+class GroupQueryAttention_QKV(Heads):  # noqa: N801
     def __init__(self, config: Any, bias: bool):
         sizes = (config.num_attention_heads, config.num_key_value_heads)
         dtype = config.neuron_config.torch_dtype
@@ -106,7 +106,7 @@ class GroupQueryAttention_QKV(_Heads):  # noqa: N801
         return True
 
 
-class GroupQueryAttention_O(_Heads):  # noqa: N801
+class GroupQueryAttention_O(Heads):  # noqa: N801
     def __init__(self, config: Any, bias: bool):
         sizes = (config.num_attention_heads, config.num_key_value_heads)
         options = config.neuron_config

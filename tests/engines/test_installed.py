@@ -139,7 +139,9 @@ def test_nxd_inference_beside_a_later_transformers(machine):
 
 def test_optimum_neuron(machine):
     machine.package("optimum_neuron", "0.4.0", {})
-    assert said("optimum-neuron")[2:] == (False, "no integration: its models take dense layers")
+    usable, reason = said("optimum-neuron")[2:]
+    assert not usable
+    assert reason == "needs neuronx-distributed; needs torch-neuronx"
 
 
 def test_the_command_names_them(machine, capsys):

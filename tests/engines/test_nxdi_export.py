@@ -6,10 +6,9 @@ import shutil
 import pytest
 import torch
 from nxdi_checkpoints import make
-from safetensors.torch import load_file
 from stored import assert_same_bits, config_of, edit_config, tensors_of
 
-from neuronmm_ops.checkpoint import INDEX, SINGLE, inspect_checkpoint
+from neuronmm_ops.checkpoint import SINGLE, inspect_checkpoint
 from neuronmm_ops.engines.nxdi import export as nxdi_export
 from neuronmm_ops.engines.nxdi import files
 from neuronmm_ops.engines.nxdi.export import export
@@ -27,7 +26,7 @@ def test_every_tensor_is_kept_bit_for_bit(checkpoint, tmp_path):
     assert_same_bits(tensors_of(tmp_path / "out"), original)
     assert inspect_checkpoint(tmp_path / "out").layers[0].r == 29
     assert found.low_rank == 14
-    assert found.bytes == sum(tensor.nbytes for tensor in original.values())
+    assert found.bytes == (checkpoint / SINGLE).stat().st_size
     assert found.notes == ()
     assert not list(tmp_path.glob(".out*"))
     # Whoever can read the config can read every file.
@@ -58,34 +57,30 @@ def test_the_config_is_of_transformers_4(made, theta, scaling, tmp_path):
 
 
 @pytest.mark.parametrize("storage", ["fp8", "int8"])
-def test_one_byte_factors_are_multiplied_out_with_a_note(storage, tmp_path):
+def test_one_byte_stays_one_byte(storage, tmp_path):
     source = make(tmp_path / "in", dense=("down_proj",), storage=storage, dtype=torch.bfloat16)
-    found = export(source, tmp_path / "out")
+    found = export(source, tmp_path / "out", tp=2)
     assert found.dtype == "bfloat16"
-    assert found.notes[0].startswith(f"14 layers were in {storage}; they are multiplied out")
-    original, written = tensors_of(source), tensors_of(tmp_path / "out")
-    assert set(written) == {name for name in original if not name.endswith(("_scale", ".w"))}
-    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
-    name = "model.layers.0.mlp.up_proj.v"
-    wanted = original[name].float() * original[f"{name}_scale"]
-    assert torch.equal(written[name], wanted.bfloat16())
-    name = "model.layers.0.mlp.down_proj.w"
-    wanted = original[name].float() * original[f"{name}_scale"]
-    assert torch.equal(written[f"{name}eight"], wanted.bfloat16().t())
-    layer = inspect_checkpoint(tmp_path / "out").layers[0]
-    assert (layer.storage, layer.bytes) == (None, layer.parameters * 2)
+    assert not [note for note in found.notes if storage in note]
+    assert_same_bits(tensors_of(tmp_path / "out"), tensors_of(source))
+    assert inspect_checkpoint(tmp_path / "out").layers[0].storage == storage
+
+
+def test_dense_attention_may_have_the_engines_kernels(tmp_path):
+    source = make(tmp_path / "in", dense=("q_proj", "k_proj", "v_proj", "o_proj"))
+    (note,) = export(source, tmp_path / "out").notes
+    assert note.startswith("attention is dense: with --fused-qkv --qkv-kernel-enabled")
 
 
 @pytest.mark.parametrize(
     ("made", "options", "target"),
     [(torch.float32, {"dtype": "bfloat16"}, "bfloat16"), (torch.float64, {}, "float32")],
 )
-def test_a_dtype_is_cast_with_a_note(made, options, target, tmp_path):
+def test_a_cast_is_said(made, options, target, tmp_path):
     found = export(make(tmp_path / "in", dtype=made), tmp_path / "out", **options)
-    assert found.dtype == target
-    assert found.notes == (f"tensors in {str(made)[6:]} are cast to {target}",)
-    written = tensors_of(tmp_path / "out").values()
-    assert {str(tensor.dtype)[6:] for tensor in written} == {target}
+    assert found.dtype == config_of(tmp_path / "out")["torch_dtype"] == target
+    words = f"tensors in {str(made)[6:]} are cast to {target} as the engine loads them"
+    assert found.notes == (words,)
     assert f"--torch-dtype {target}" in found.command
 
 
@@ -95,21 +90,6 @@ def test_a_damaged_tokenizer_is_refused(text, checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json must hold"):
         export(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_large_weights_are_in_several_files(checkpoint, tmp_path):
-    found = export(checkpoint, tmp_path / "out", shard_bytes=100_000)
-    names = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
-    assert len(names) > 2
-    assert names[0] == f"model-00001-of-{len(names):05}.safetensors"
-    index = json.loads((tmp_path / "out" / INDEX).read_text())
-    assert index["metadata"]["total_size"] == found.bytes
-    sizes = [sum(t.nbytes for t in load_file(tmp_path / "out" / n).values()) for n in names]
-    assert max(sizes) <= 100_000
-    assert_same_bits(tensors_of(tmp_path / "out"), tensors_of(checkpoint))
-    again = export(tmp_path / "out", tmp_path / "single")
-    assert (tmp_path / "single" / SINGLE).exists()
-    assert again.bytes == found.bytes
 
 
 def test_the_tokenizer_comes_along_as_transformers_4_knows_it(checkpoint, tmp_path):
@@ -194,17 +174,13 @@ def test_a_failure_leaves_what_was_there(error, checkpoint, tmp_path, monkeypatc
     out = tmp_path / "out"
     export(checkpoint, out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    save, calls = files.save_file, list[str]()
 
-    def fail(tensors, path, **options):
-        calls.append(path.name)
-        if len(calls) == 2:
-            raise error
-        save(tensors, path, **options)
+    def fail(source, target):
+        raise error
 
-    monkeypatch.setattr(files, "save_file", fail)
+    monkeypatch.setattr(files.shutil, "copyfile", fail)
     with pytest.raises(type(error)):
-        export(checkpoint, out, dtype="bfloat16", shard_bytes=100_000)
+        export(checkpoint, out, dtype="bfloat16")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert not list(tmp_path.glob(".out*"))
 

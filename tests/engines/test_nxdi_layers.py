@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.engines.nxdi import causal_lm
+from neuronmm_ops.engines.nxdi.record import named_layers
 
 MIXED = ("0.self_attn.k_proj", "1.mlp.up_proj", "0.mlp.down_proj", "1.self_attn.o_proj")
 
@@ -33,8 +35,12 @@ def loaded(directory: Path, config: Any, rank: int = 0) -> Any:
     """The model of a rank, with its part of the weights."""
     family = causal_lm(config.model_type)
     family(str(directory), config)  # checks the options
-    model = family._model_cls(config)
-    stand_ins.shard(model, family.get_state_dict(str(directory), config), rank)
+    model, dtype = family._model_cls(config), config.neuron_config.torch_dtype
+    state = family.get_state_dict(str(directory), config)
+    # As the engines do: optimum-neuron casts one-byte floats, too.
+    state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
+    model.to(dtype)
+    stand_ins.shard(model, state, rank)
     return model
 
 
@@ -100,6 +106,11 @@ def close(found: Tensor, wanted: Tensor) -> None:
         (2, {}, {"fused_qkv": True}, {}),
         (4, {"num_key_value_heads": 4}, {}, {}),
         (3, {"num_attention_heads": 6, "num_key_value_heads": 3}, {}, {}),
+        (2, {"dense": MIXED}, {"fused_qkv": True}, {}),
+        (2, {"storage": "int8", "dense": MIXED, "attention_bias": True}, {}, {}),
+        (2, {"storage": "fp8"}, {}, {"neuronmm_divide": "one"}),
+        # 4 heads become 6, in one byte and with scales.
+        (3, {"num_key_value_heads": 4, "storage": "fp8"}, {}, {}),
         # 6 heads become 8.
         (4, {"num_attention_heads": 6, "num_key_value_heads": 6}, {}, {}),
     ],
@@ -128,22 +139,44 @@ def test_ranks_exchange_the_narrow_products(divide, tmp_path):
     directory = make(tmp_path / "checkpoint", num_hidden_layers=1)
     overrides = {"neuronmm_divide": divide}
     results = ranks.run(on_rank, 2, directory, inputs()[1:], {"tp_degree": 2}, overrides)
-    qkv, gate_up = (RANKS["q_proj"] + RANKS["k_proj"] + RANKS["v_proj"], 37 + 25)
+    qkv, gate_up = 15 + 9 + 12, 19 + 13  # halves of the ranks
     sums = [f"all_reduce {RANKS['o_proj']}", f"all_reduce {RANKS['down_proj']}"]
-    # One gather of a half of the columns' ranks together, and of a half of each row's result.
-    gathers = [f"all_gather {-(-width // 2)}" for width in (qkv, 64, gate_up, 64)]
+    # One gather of the columns together, and of a half of each row's result.
+    gathers = [f"all_gather {width}" for width in (qkv, 32, gate_up, 32)]
     whole = [gathers[0], sums[0], gathers[1], gathers[2], sums[1], gathers[3]]
     assert results[0][1] == (sums if divide == "one" else whole)
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("made", [{}, {"dense": MIXED[1:]}, {"model_type": "qwen3"}], ids=str)
+@pytest.mark.parametrize("made", [{}, {"dense": MIXED}, {"model_type": "qwen3"}], ids=str)
 def test_one_rank_exchanges_nothing_but_what_nxd_always_calls(made, fused, tmp_path):
     directory = make(tmp_path / "checkpoint", **made)
     model = loaded(directory, config_of(directory, {"fused_qkv": fused}))
     for x in inputs():
         close(model(x), expected(directory, x))
     assert {call.split()[0] for call in stand_ins.CALLS} <= {"all_reduce"}
+
+
+@pytest.mark.parametrize("storage", ["fp8", "int8"])
+@pytest.mark.parametrize("dense", [(), MIXED])
+def test_one_byte_stays_one_byte(storage, dense, tmp_path):
+    directory = make(tmp_path / "checkpoint", storage=storage, dense=dense, dtype=torch.bfloat16)
+    model = loaded(directory, config_of(directory, {"torch_dtype": torch.bfloat16}))
+    stored = load_file(directory / "model.safetensors")
+    kept = {name: p for name, p in model.named_parameters() if p.itemsize == 1}
+    assert len(kept) == sum(tensor.itemsize == 1 for tensor in stored.values()) > 0
+    assert {p.dtype for p in kept.values()} == {stored["model.layers.0.mlp.gate_proj.u"].dtype}
+    for name in kept:
+        assert model.get_parameter(f"{name}_scale").dtype == torch.float32
+    found, wanted = model(inputs()[0].bfloat16()), expected(directory, inputs()[0].bfloat16())
+    assert (found.double() - wanted).norm() < 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_groups_that_ranks_cannot_divide_are_multiplied_out(tp):
+    layer = LayerReport("model.layers.0.mlp.up_proj", 256, 128, 8, False, None, None, 1, 1, "int4")
+    (served,) = named_layers([layer], tp).values()
+    assert served.storage == ("int4" if tp == 1 else None)
 
 
 def test_an_activation_without_an_op_is_nxd_inferences_own(tmp_path):

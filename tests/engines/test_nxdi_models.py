@@ -3,12 +3,16 @@
 import subprocess
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 
 import nxdi_stand_ins as stand_ins
 import pytest
-from nxdi_checkpoints import make
-from test_nxdi_layers import config_of, loaded
+import torch
+from nxdi_checkpoints import dense_weights, make
+from safetensors.torch import load_file, save_file
+from test_nxdi_layers import close, config_of, expected, inputs, loaded
 
+from neuronmm_ops.checkpoint import SINGLE
 from neuronmm_ops.engines import nxdi
 from neuronmm_ops.engines.nxdi import models
 from neuronmm_ops.engines.nxdi.__main__ import main
@@ -95,3 +99,54 @@ def test_the_former_name_of_the_package():
     former = import_module("neuronmm_ops.integrations.nxdi")
     assert former.register is nxdi.register
     assert former.causal_lm is nxdi.causal_lm
+
+
+class FusedSpeculation(torch.nn.Module):
+    """NxD Inference's `NeuronFusedSpecModel`: both models of one worker class."""
+
+    def __init__(self, config):
+        super().__init__()
+        worker = config.fused_spec_config.worker_cls
+        self.draft_model = worker(config.fused_spec_config.draft_config)
+        self.target_model = worker(config)
+
+
+def pair_of(tmp_path, draft_vocabulary=260):
+    """A dense model's config with a draft of one layer in one byte, and their family."""
+    draft = make(tmp_path / "draft", num_hidden_layers=1, storage="fp8")
+    model = make(tmp_path / "model")
+    save_file(dense_weights(load_file(model / SINGLE)), model / SINGLE)
+    config = config_of(model, {}, quantization_config=None)
+    family = nxdi.causal_lm("llama")
+    config.fused_spec_config = SimpleNamespace(
+        worker_cls=family._model_cls,
+        draft_config=config_of(draft, {}, vocab_size=draft_vocabulary),
+        draft_model_path=str(draft),
+    )
+    return model, draft, config, family
+
+
+@pytest.mark.usefixtures("nxd")
+def test_fused_speculation_takes_a_draft(tmp_path):
+    """As its `checkpoint_loader_fn` does: the draft's tensors and the model's, by prefixes."""
+    path, draft, config, family = pair_of(tmp_path)
+    family(str(path), config)
+    model, state = FusedSpeculation(config), {}
+    draft_config = config.fused_spec_config.draft_config
+    for prefix, own, made in (("draft", draft_config, draft), ("target", config, path)):
+        found = family.get_state_dict(str(made), own)
+        state |= {f"{prefix}_model.{name}": tensor for name, tensor in found.items()}
+    stand_ins.shard(model, state, 0)
+    x = inputs()[0]
+    close(model.draft_model(x), expected(draft, x))
+    close(model.target_model(x), expected(path, x))
+    assert len(model.draft_model.layers) == 1
+    assert model.draft_model.layers[0].mlp.gate_proj.u.dtype == torch.float8_e4m3fn
+    assert type(model.target_model.layers[0].mlp) is stand_ins.NeuronLlamaMLP
+
+
+@pytest.mark.usefixtures("nxd")
+def test_a_draft_of_other_tokens_is_refused(tmp_path):
+    path, _, config, family = pair_of(tmp_path, 300)
+    with pytest.raises(OptionError, match="must have the model's vocabulary, got 300 and 260 tok"):
+        family(str(path), config)

@@ -13,7 +13,7 @@ from neuronmm_ops.engines.nxdi.record import (
     OptionError,
     check_options,
     divide_of,
-    low_rank_layers,
+    served_layers,
 )
 from neuronmm_ops.errors import CheckpointError
 
@@ -63,7 +63,6 @@ OPTIONS = [
     (MLP, "attention_dp_degree", 2),
     (MLP, "is_eagle_draft", True),
     (MLP, "padded_hidden_size", 128),
-    (ATTENTION[:2], "fused_qkv", True),
 ]
 
 
@@ -86,7 +85,7 @@ OPTIONS = [
         ),
     ],
 )
-def test_what_does_not_go_with_low_rank_layers_is_refused(names, fields, options, words):
+def test_what_does_not_go_with_served_layers_is_refused(names, fields, options, words):
     with pytest.raises(OptionError, match=words) as refused:
         check_options(config(*names, fields=fields, **options))
     assert "\n" not in str(refused.value)
@@ -115,7 +114,7 @@ def test_what_does_not_go_with_low_rank_layers_is_refused(names, fields, options
         ((), rope(5000.0, "default"), {}),
     ],
 )
-def test_what_goes_with_low_rank_layers_is_taken(names, fields, options):
+def test_what_goes_with_served_layers_is_taken(names, fields, options):
     check_options(config(*names, fields=fields, **options))
 
 
@@ -124,15 +123,7 @@ def test_a_low_rank_layer_that_is_no_projection_is_refused(name):
     layer = LayerReport(name, 64, 260, 24, False, None, None, 1, 1)
     record = record_of(CompressionReport(None, (layer,), None, {}))
     with pytest.raises(CheckpointError, match=f"got {name}; compress again"):
-        low_rank_layers(config(fields={"quantization_config": record}))
-
-
-def test_what_is_dense_in_a_storage_is_to_be_exported():
-    name = "model.layers.0.mlp.up_proj"
-    layer = LayerReport(name, 64, 260, None, True, None, None, 1, 1, storage="int8")
-    record = record_of(CompressionReport(None, (layer,), None, {}))
-    with pytest.raises(CheckpointError, match=f"{name} is dense in int8.*export nxdi DIR"):
-        low_rank_layers(config(fields={"quantization_config": record}))
+        served_layers(config(fields={"quantization_config": record}))
 
 
 def test_a_newer_format_is_refused():
@@ -141,11 +132,11 @@ def test_a_newer_format_is_refused():
         check_options(config(fields={"quantization_config": record}))
 
 
-def test_dense_entries_and_other_quantizers_are_no_low_rank_layers(tmp_path):
-    assert low_rank_layers(config(fields={"quantization_config": {"quant_method": "fp8"}})) == {}
-    assert low_rank_layers(SimpleNamespace()) == {}
+def test_dense_entries_and_other_quantizers_are_no_served_layers(tmp_path):
+    assert served_layers(config(fields={"quantization_config": {"quant_method": "fp8"}})) == {}
+    assert served_layers(SimpleNamespace()) == {}
     make(tmp_path / "made")
-    assert set(low_rank_layers(config())) == {f"layers.0.{name}" for name in (*ATTENTION, *MLP)}
+    assert set(served_layers(config())) == {f"layers.0.{name}" for name in (*ATTENTION, *MLP)}
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,10 @@ import torch
 import vllm_neuron_engine
 from stored import edit_config, edit_record, edit_tensors
 from test_vllm_neuron_model import ATTENTION, LITE, MLP, write
-from tiny import tiny_model
 from transformers import AutoConfig
 from vllm_neuron_engine import NeuronConfig
 from vllm_neuron_serving import config_of, load, metadata
 
-from neuronmm_ops import swap_
 from neuronmm_ops.engines import vllm_neuron
 from neuronmm_ops.engines.vllm_neuron.factory import NeuronMMForCausalLM
 from neuronmm_ops.errors import CheckpointError
@@ -77,7 +75,7 @@ CHECKPOINTS = {
     "low rank where the engine has none": (
         rename_layer,
         rename,
-        "model.head must be dense in vLLM-Neuron, got r = 16; …",
+        "vLLM-Neuron takes low-rank projections of attention and MLP, got model.head; …",
     ),
     "a bias": (
         None,
@@ -142,18 +140,6 @@ def test_a_dense_member_is_missing(tmp_path):
     name = f"{LAYER}mlp.up_proj.weight"
     edit_tensors(path, lambda tensors: tensors.pop(name))
     assert_refused(f"{name} must be a matrix, the file has none; copy the checkpoint…", path)
-
-
-def test_factors_in_one_byte(tmp_path):
-    model = tiny_model()
-    u, v = (torch.full(shape, 3, dtype=torch.int8) for shape in ((64, 16), (16, 176)))
-    swap_(model, {"model.layers.0.mlp.up_proj": (u, v, torch.ones(16), torch.ones(176))})
-    model.save_pretrained(tmp_path)
-    line = (
-        "factors must be floats of two bytes or more in vLLM-Neuron, model.layers.0.mlp.up_proj is "
-        "in int8; compress without --storage"
-    )
-    assert_refused(line, tmp_path)
 
 
 def test_no_directory(tmp_path, checkpoint):

@@ -77,7 +77,8 @@ def test_a_launch(machine, op, tokens, lnc):
 
 @pytest.mark.parametrize(("tokens", "kernel"), [(1, "xw_decode"), (4096, "xw")])
 def test_the_kernel_is_the_plans(machine, tokens, kernel):
-    (part,) = planned("xw", tokens, (2048, None), (None, (2048, 2048)), torch.bfloat16)
+    shapes = (((2048,), torch.bfloat16), ((2048, 2048), torch.bfloat16))
+    (part,) = planned("xw", tokens, shapes, SPECS["xw"].defaults)
     assert part.kernel == kernel
     assert part.kernel in Kernels(always).callers
 

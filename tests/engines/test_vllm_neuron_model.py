@@ -9,6 +9,7 @@ import ranks
 import stand_ins
 import torch
 import vllm_neuron_engine
+from quantized import quantized
 from tiny import tiny_ids, tiny_model
 from tolerances import assert_close_to_oracle
 from torch import Tensor, nn
@@ -26,7 +27,9 @@ RANKS = {"mlp.up_proj": 19, "mlp.down_proj": 13, "self_attn.o_proj": 9}
 """Ranks that neither 2 nor 4 divide; others are 16."""
 
 
-def write(path: Path, family: str, layers: tuple[str, ...], **overrides: Any) -> Path:
+def write(
+    path: Path, family: str, layers: tuple[str, ...], storage: str | None = None, **overrides: Any
+) -> Path:
     """Write a checkpoint with these layers of both blocks low rank."""
     model = tiny_model(family, **overrides)
     with torch.no_grad():
@@ -38,7 +41,8 @@ def write(path: Path, family: str, layers: tuple[str, ...], **overrides: Any) ->
             r = RANKS.get(".".join(name.split(".")[-2:]), 16)
             weight = module.weight.detach()
             left, values, right = torch.linalg.svd(weight.float().T, full_matrices=False)
-            factors[name] = ((left * values)[:, :r].to(weight), right[:r].to(weight))
+            pair = ((left * values)[:, :r].to(weight), right[:r].to(weight))
+            factors[name] = pair if storage is None else quantized(*pair, storage)
     swap_(model, factors)
     model.save_pretrained(path)
     return path
@@ -59,6 +63,8 @@ CASES = (
     ("llama", ("mlp.up_proj",)),
     ("llama", ("mlp.gate_proj", "self_attn.o_proj")),
     ("qwen3", ("mlp.down_proj", "self_attn.k_proj")),
+    ("llama", MLP + ATTENTION, "fp8"),
+    ("qwen3", ("mlp.gate_proj", "mlp.down_proj", "self_attn.o_proj"), "int8"),
 )
 
 
@@ -93,6 +99,17 @@ def test_bfloat16(tmp_path, family):
     oracle, low = expected(path, IDS, torch.float64), expected(path, IDS, torch.bfloat16)
     assert made.logits.dtype == torch.bfloat16
     assert_close_to_oracle(made.logits, oracle, low)
+
+
+def test_one_byte_stays_one_byte(checkpoints):
+    vllm_neuron_engine.install(checkpoints[6])
+    model = load(checkpoints[6], config_of(checkpoints[6]))
+    kept = {name: p.dtype for name, p in model.named_parameters() if p.itemsize == 1}
+    block = {f"mlp.{name}_proj.{key}" for name in ("gate", "up", "down") for key in "uv"}
+    names = {
+        f"model.layers.{i}.{leaf}" for i in range(2) for leaf in {*block, "self_attn.o_proj.v"}
+    }
+    assert kept == dict.fromkeys(names, torch.float8_e4m3fn)
 
 
 @pytest.mark.slow

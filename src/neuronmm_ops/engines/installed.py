@@ -92,8 +92,10 @@ def _nxd_inference() -> InstalledEngine:
 
 def _optimum() -> InstalledEngine:
     name, installed = _first("optimum-neuron")
-    reason = "no integration: its models take dense layers"
-    return InstalledEngine(name, installed, None, False, reason if installed else "not installed")
+    plugin, problem = _plugin("neuronmm_vllm_neuron")
+    problems = [problem, _lacks("neuronx-distributed"), _lacks("torch-neuronx")]
+    how = "neuronmm export nxdi DIR -o OUT; python -m neuronmm_ops.engines.optimum -m OUT COMPILED"
+    return _answer(name, installed, plugin, problems, f"{how}; untested on hardware")
 
 
 # --- what is missing -----------------------------------------------------------------------------

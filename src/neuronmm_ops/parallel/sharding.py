@@ -50,7 +50,7 @@ def pair_dims(kind: Kind, divide: Divide, storage: str | None = None) -> dict[st
     return {"u": u["w"], "v": v["w"], **scales, "bias": v["bias"]}
 
 
-def matrix_dims(kind: Kind, storage: str) -> dict[str, int | None]:
+def matrix_dims(kind: Kind, storage: str | None) -> dict[str, int | None]:
     """Return likewise of a dense layer: `w` `[K, N]`, `w_scale` `[N]`, `bias` `[N]`.
 
     Raises:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from quantized import random_factors
 
 from neuronmm_ops.compress.report import LayerReport
-from neuronmm_ops.engines.vllm.factors import ROWS, Dense, Pair, unpacked
-from neuronmm_ops.engines.vllm.places import Shard, joined, member_sections, split_gathered
+from neuronmm_ops.engines.members import ROWS_AT_A_TIME, DenseMember, Pair, unpacked
+from neuronmm_ops.engines.places import Shard, joined, member_sections, split_gathered
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
 from neuronmm_ops.ops import xuv, xw
 from neuronmm_ops.parallel.sharding import DIVIDES
@@ -19,6 +19,10 @@ WHOLE = Shard(None, "both", 0, 1)
 
 def record(K: int, r: int, N: int, storage: str | None = None) -> LayerReport:
     return LayerReport("model.layers.0.q_proj", K, N, r, False, None, None, 1, 1, storage)
+
+
+def dense(name: str, K: int, N: int) -> LayerReport:
+    return LayerReport(name, K, N, None, True, None, None, 0, 0)
 
 
 def checkpoint(K: int, r: int, N: int, storage: str | None) -> dict[str, torch.Tensor]:
@@ -120,10 +124,12 @@ def test_dense_members_have_their_ranks_rows():
     rows = []
     for place in ranks_of(2, "column", "both"):
         _, own = member_sections(["gate_proj", "up_proj"], [4, 3], [1, 1], place)
-        dense = Dense("up_proj", 4, own, torch.float32)
-        dense.load("weight", weight)
-        dense.check_missing()
-        rows.append(dense.weight)
+        own_rows = DenseMember(
+            dense("up_proj", 4, sum(s.size for s in own)), place, own, torch.float32
+        )
+        own_rows.load("weight", weight)
+        own_rows.check_missing()
+        rows.append(own_rows.weight)
     assert torch.equal(torch.cat(rows), weight)
 
 
@@ -133,11 +139,11 @@ def copied(weight: torch.Tensor):
     return lambda x: torch.nn.functional.linear(x, kept)
 
 
-def members_of(tensors, weight: torch.Tensor, pack=None) -> tuple[Pair, Dense]:
+def members_of(tensors, weight: torch.Tensor, pack=None) -> tuple[Pair, DenseMember]:
     """A pair, and a dense member of the same size, on one rank."""
-    dense = Dense("up", 8, sections_of(), torch.float32, pack)
-    dense.load("weight", weight)
-    return small_pair(tensors, pack=pack), dense
+    own = DenseMember(dense("up", 8, 5), WHOLE, sections_of(), torch.float32, pack)
+    own.load("weight", weight)
+    return small_pair(tensors, pack=pack), own
 
 
 def test_packed_members_multiply_by_what_was_loaded_last():
@@ -265,5 +271,5 @@ def test_scales_are_in_fp32_whatever_the_models_dtype(storage):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_packed_weight_is_taken_out_exactly(dtype):
-    weight = torch.randn(3, 2 * ROWS + 5).to(dtype)
+    weight = torch.randn(3, 2 * ROWS_AT_A_TIME + 5).to(dtype)
     assert torch.equal(unpacked(lambda x: x @ weight.t(), weight.to("meta")), weight)

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from neuronmm_ops.compress.report import LayerReport
-from neuronmm_ops.engines.vllm.factors import Dense, Pair
+from neuronmm_ops.engines.members import DenseMember, Pair
+from neuronmm_ops.engines.places import Shard, member_sections
 from neuronmm_ops.engines.vllm.mlp import GATED_MLPS, activation_of, fuse_
-from neuronmm_ops.engines.vllm.places import Shard, member_sections
 from neuronmm_ops.ops import svd_mlp
 
 K, INNER, WHOLE = 6, 10, Shard(None, "both", 0, 1)
@@ -58,7 +58,9 @@ def changed(change) -> nn.Module:
 
 def dense_gate(module):
     (sections,) = member_sections(["gate"], [INNER], [1], WHOLE)
-    module.gate_up_proj.members[0] = Dense("gate", K, sections, torch.float32)
+    module.gate_up_proj.members[0] = DenseMember(
+        LayerReport("gate", K, INNER, None, True, None, None, 0, 0), WHOLE, sections, torch.float32
+    )
 
 
 def other_storage(module):

@@ -1,32 +1,22 @@
-"""A compressed checkpoint as the machine with NxD Inference reads it. Core dependencies only.
+"""A compressed checkpoint as a machine with NxD Inference or optimum-neuron reads it.
 
-NxD Inference has Transformers 4.57, which takes another rope_theta from a config.json of
-Transformers 5 and does not know its tokenizer class. The directory written here is one that it
-reads right, of one dtype, what is in a storage multiplied out; it stays a compressed checkpoint,
-and the classes of `models` make NxD Inference's tensors of it for the tp that they are told.
+They have Transformers 4.57, which takes another rope_theta from a config.json of Transformers 5 and
+does not know its tokenizer class. The directory written here is one that they read right; the
+weights are the checkpoint's, and the classes of `models` make the engine's tensors of them.
 """
 
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from shlex import join
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-
-from neuronmm_ops.checkpoint import TensorHeader, inspect_headers, read_config
+from neuronmm_ops.checkpoint import TensorHeader, inspect_headers, read_config, weight_files
 from neuronmm_ops.compress.record import record_of
-from neuronmm_ops.compress.report import CompressionReport, LayerReport
-from neuronmm_ops.engines.nxdi.convert import padded
-from neuronmm_ops.engines.nxdi.files import (
-    tensor_bytes,
-    transformers_4_config,
-    write_json,
-    write_others,
-    write_weights,
-)
+from neuronmm_ops.compress.report import LayerReport
+from neuronmm_ops.engines.nxdi.files import transformers_4_config, write_json, write_others
 from neuronmm_ops.engines.nxdi.models import FAMILIES
 from neuronmm_ops.engines.nxdi.record import (
     DIVIDE_KEY,
@@ -34,13 +24,13 @@ from neuronmm_ops.engines.nxdi.record import (
     check_heads,
     named_layers,
 )
+from neuronmm_ops.engines.places import COLUMNS
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.manifest import Origin, check_weights, tensor_hashes, write_manifest
 from neuronmm_ops.output import check_target, no_room, replacement, why
-from neuronmm_ops.parallel.sharding import DIVIDES
+from neuronmm_ops.parallel.sharding import DIVIDES, part_width
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SHARD_BYTES = 5_000_000_000
+DTYPES = ("bfloat16", "float16", "float32")
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
@@ -51,10 +41,10 @@ class Export:
     Attributes:
         output: the directory.
         model_type: its family.
-        dtype: of every float.
+        dtype: in which the engine computes, and to which it casts floats.
         divide: which factors ranks divide, `one` or `both`.
         tp: ranks of the command.
-        bytes: of the weights.
+        bytes: of the files with weights.
         low_rank: number of low-rank layers.
         notes: what differs from the checkpoint, and what ranks pad.
         command: the first one to run on the machine with NxD Inference.
@@ -81,17 +71,15 @@ def export(
     tp: int = 1,
     divide: str = "both",
     dtype: str = "auto",
-    shard_bytes: int = SHARD_BYTES,
 ) -> Export:
-    """Write a compressed checkpoint for NxD Inference; the whole directory, or nothing.
+    """Write a compressed checkpoint for engines on NxD; the whole directory, or nothing.
 
     Args:
-        source: the compressed checkpoint.
+        source: the compressed checkpoint, whose weights are copied.
         output: the directory to write; what an earlier export wrote is replaced, nothing else is.
         tp: ranks that will run it, for the checks, the notes and the command.
         divide: which factors ranks divide, see docs/nxdi.md.
         dtype: `bfloat16`, `float16` or `float32`; `auto` is the checkpoint's.
-        shard_bytes: of one file of weights; a larger tensor has a file of its own.
 
     Raises:
         CheckpointError: the source cannot be read, does not fit its record, is of a family or has
@@ -110,36 +98,35 @@ def export(
     config = read_config(source)
     report, headers = inspect_headers(source)
     model_type = _model_type(config)
-    layers = named_layers(report.layers)
-    _check_names(headers, report.layers)
+    layers = named_layers(report.layers, tp)
+    low_rank = [layer for layer in report.layers if layer.r is not None]
+    _check_names(headers, low_rank)
     chosen = _dtype_of(headers, dtype)
-    notes = (*_changes(report, headers, chosen), *_paddings(config, layers, tp, divide))
-    report = _converted(report, DTYPES[chosen].itemsize)
-    record = record_of(report)
+    changes = _changes(report.layers, layers, headers, chosen, tp)
+    notes = (*changes, *_paddings(config, bool(layers), tp, divide))
     written = transformers_4_config(config, chosen) | {
-        "quantization_config": record,
+        "quantization_config": record_of(report),
         DIVIDE_KEY: divide,
     }
     is_replaced = _is_export(output)
-    needed = sum(tensor_bytes(header, DTYPES[chosen].itemsize) for header in headers.values())
-    check_target(output, is_replaced, source, needed)
+    size = sum(path.stat().st_size for path in weight_files(source))
+    check_target(output, is_replaced, source, size)
     manifest = check_weights(source, values=True) or {}
     try:
         with replacement(output, is_replaced) as directory:
             write_json(directory / "config.json", written)
             write_others(source, directory, config)
-            size = write_weights(headers, directory, DTYPES[chosen], shard_bytes)
             weights = manifest.get("weights_sha256")
             made_of = {"path": str(source.resolve()), "weights_sha256": weights}
             write_manifest(directory, tensor_hashes(directory), Origin("export nxdi", made_of))
     except FileExistsError:
         raise
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         free = shutil.disk_usage(next(p for p in output.resolve().parents if p.exists())).free
-        raise OSError(f"{why(error)}; {no_room(output, needed, free)}") from error
+        raise OSError(f"{why(error)}; {no_room(output, size, free)}") from error
     seq_len = 2 * WINDOW_SEQ_LEN if written.get("sliding_window") else 256
     command = first_command(output, model_type, chosen, tp, seq_len)
-    return Export(str(output), model_type, chosen, divide, tp, size, len(layers), notes, command)
+    return Export(str(output), model_type, chosen, divide, tp, size, len(low_rank), notes, command)
 
 
 def first_command(directory: Path, model_type: str, dtype: str, tp: int, seq_len: int) -> str:
@@ -166,10 +153,10 @@ def _model_type(config: Mapping[str, Any]) -> str:
     return str(model_type)
 
 
-def _check_names(headers: Mapping[str, TensorHeader], layers: tuple[LayerReport, ...]) -> None:
+def _check_names(headers: Mapping[str, TensorHeader], layers: list[LayerReport]) -> None:
     """Refuse a checkpoint whose tensors have other names than the record's."""
     for layer in layers:
-        if layer.r is not None and f"{layer.name}.u" not in headers:
+        if f"{layer.name}.u" not in headers:
             raise CheckpointError(
                 f"{layer.name}.u is not in the files; load and save the checkpoint with this "
                 "version of neuronmm-ops"
@@ -183,31 +170,43 @@ def _dtype_of(headers: Mapping[str, TensorHeader], dtype: str) -> str:
     sizes = dict.fromkeys(_NAMES, 0)
     for name, header in headers.items():
         if header.dtype in _NAMES and not name.endswith("_scale"):
-            sizes[header.dtype] += tensor_bytes(header, 1)
+            sizes[header.dtype] += prod(header.shape)
     found = _NAMES[max(sizes, key=lambda dtype: sizes[dtype])]
     return found if found in DTYPES else "float32"
 
 
 def _changes(
-    report: CompressionReport, headers: Mapping[str, TensorHeader], dtype: str
+    layers: tuple[LayerReport, ...],
+    served: Mapping[str, LayerReport],
+    headers: Mapping[str, TensorHeader],
+    dtype: str,
+    tp: int,
 ) -> Iterator[str]:
-    """Say what differs from the checkpoint."""
-    one_byte = [layer for layer in report.layers if layer.storage is not None]
-    storages = {layer.storage for layer in one_byte if layer.storage is not None}
-    if one_byte:
-        yield (
-            f"{len(one_byte)} layers were in {' and '.join(sorted(storages))}; they are multiplied "
-            f"out to {dtype}, for NxD Inference casts what it loads"
-        )
-    others = {header.dtype for header in headers.values() if header.dtype in _NAMES}
+    """Say what differs from the checkpoint as the engine loads it."""
+    for layer in layers:
+        own = served.get(layer.name.removeprefix("model."))
+        if layer.storage is not None and (own is None or own.storage is None):
+            yield (
+                f"{layer.name} is in {layer.storage} and multiplied out to {dtype} as the engine "
+                f"loads it at tp {tp}: it is no projection of a block, or ranks cannot divide it"
+            )
+    others = {
+        header.dtype
+        for name, header in headers.items()
+        if header.dtype in _NAMES and not name.endswith("_scale")
+    }
     found = sorted(_NAMES[name] for name in others if _NAMES[name] != dtype)
-    if found and not one_byte:
-        yield f"tensors in {' and '.join(found)} are cast to {dtype}"
+    if found:
+        yield f"tensors in {' and '.join(found)} are cast to {dtype} as the engine loads them"
+    columns = (*COLUMNS["self_attn"], "o_proj")
+    if served and not any(name.endswith(columns) for name in served):
+        yield (
+            "attention is dense: with --fused-qkv --qkv-kernel-enabled --attn-kernel-enabled it "
+            "runs in NxD Inference's own kernels, beside the low-rank MLPs"
+        )
 
 
-def _paddings(
-    config: Mapping[str, Any], layers: Mapping[str, LayerReport], tp: int, divide: str
-) -> Iterator[str]:
+def _paddings(config: Mapping[str, Any], is_divided: bool, tp: int, divide: str) -> Iterator[str]:
     """Say what ranks pad with zeros as they load; refuse what they cannot."""
     size, heads = int(config["intermediate_size"]), int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -218,31 +217,16 @@ def _paddings(
             f"use a tp that divides {size}"
         )
     if size % tp:
-        yield f"intermediate_size {size} is padded to {padded(size, tp)} for tp {tp}"
+        yield f"intermediate_size {size} is padded to {part_width(size, tp) * tp} for tp {tp}"
     if heads % tp:
-        yield f"{heads} heads are padded to {padded(heads, tp)} for tp {tp}"
+        yield f"{heads} heads are padded to {part_width(heads, tp) * tp} for tp {tp}"
     if heads != kv_heads < tp:
         yield f"{kv_heads} key/value heads are replicated to {tp}"
-    if divide == "one" and tp > 2 and layers:
+    if divide == "one" and tp > 2 and is_divided:
         yield (
             "with --divide one each rank reads one factor of each pair whole, more than its part "
             f"of the dense weight at tp {tp}; --divide both reads a part of both"
         )
-
-
-def _converted(report: CompressionReport, itemsize: int) -> CompressionReport:
-    """Describe the layers with all values in a dtype of that size."""
-    layers = (
-        replace(
-            layer,
-            bytes=layer.parameters * itemsize,
-            dense_bytes=layer.K * layer.N * itemsize,
-            storage=None,
-            compute="x",
-        )
-        for layer in report.layers
-    )
-    return replace(report, layers=tuple(layers))
 
 
 def _is_export(directory: Path) -> bool:

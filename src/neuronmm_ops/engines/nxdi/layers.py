@@ -1,177 +1,389 @@
-"""Low-rank attention projections and MLPs as subclasses of NxD Inference's. Imports NxD.
+"""Low-rank attention projections and MLPs as subclasses of an engine's on NxD. Imports NxD.
 
-A dense module of NxD Inference becomes one of these by `compress_layer`: its class is changed and
-the members that are low-rank are replaced, everything else stays what NxD Inference made of its
-config. torch changes the class of a module in the same way, to parametrize or shard it.
+A module of NxD Inference or optimum-neuron becomes one of these by `compress_layer`: its class is
+changed and the members that the record lists are replaced, everything else stays what the engine
+made of its config. torch changes the class of a module in the same way, to parametrize or shard it.
 """
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from neuronmm_ops.engines.nxdi.factors import (
-    WholeU,
-    column_u,
-    column_v,
-    reduced,
-    row_u,
-    row_v,
+from neuronmm_ops.compress.report import LayerReport
+from neuronmm_ops.engines.members import DenseMember, Member, Pair
+from neuronmm_ops.engines.nxdi.record import BITS
+from neuronmm_ops.engines.places import COLUMNS, ROWS, ColumnSection, Shard
+from neuronmm_ops.engines.products import (
+    can_be_whole,
+    columns,
+    first,
+    middle,
+    row,
+    whole_mlp,
 )
-from neuronmm_ops.engines.nxdi.record import COLUMNS
-from neuronmm_ops.ops import mlp, svd_mlp, svd_qkv, xw
-from neuronmm_ops.parallel.sharding import Divide
+from neuronmm_ops.parallel.sharding import Divide, Kind
 
+_parallel = import_module("neuronx_distributed.parallel_layers.layers")
 _mappings = import_module("neuronx_distributed.parallel_layers.mappings")
-_inference = "neuronx_distributed_inference."
-_llama = import_module(_inference + "models.llama.modeling_llama")
-_gqa = import_module(_inference + "modules.attention.gqa")
-_lora = import_module(_inference + "modules.lora_serving.lora_module")
 
 # The names of config.hidden_act, and the ops' own.
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+# What of an engine's class is replaced: the first of these methods that it has.
+_METHODS = {
+    "MLP": {"_native_mlp": ("x", "adapter_ids"), "forward": ("x",)},
+    "QKV": {
+        "_native_qkv_forward": ("hidden_states", "adapter_ids"),
+        "forward": ("hidden_states",),
+    },
+    "O": {"forward": ("attention_output",)},
+}
 
 
-class NeuronSVDMLP(_llama.NeuronLlamaMLP):
-    """`NeuronLlamaMLP` with low-rank projections; forward and its result are that class's."""
+class NxdRanks:
+    """A group of NxD's, as a dense row layer of the block uses it.
 
-    def _native_mlp(self, x: Tensor, adapter_ids: Any = None) -> Tensor:
-        group = self.group
-        if self.sequence_parallel_enabled:
-            x = _mappings.gather_from_sequence_parallel_region(
-                x, self.sequence_dimension, process_group=group
+    Args:
+        row_layer: NxD's RowParallelLinear.
+    """
+
+    def __init__(self, row_layer: Any) -> None:
+        self.group = row_layer.tensor_parallel_group
+        self.reduce_dtype = row_layer.reduce_dtype
+        is_divided = getattr(row_layer, "sequence_parallel_enabled", False)
+        self.sequence_dim = row_layer.sequence_dimension if is_divided else None
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return self.group.size()
+
+    @property
+    def own_tokens(self) -> bool:
+        """Whether each has its own tokens outside of the block."""
+        return self.sequence_dim is not None
+
+    def gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Concatenate the ranks' tensors in the last dimension."""
+        assert dim == -1
+        return _mappings.gather_from_tensor_model_parallel_region(x, process_group=self.group)
+
+    def add(self, x: Tensor) -> Tensor:
+        """Add the ranks' tensors, in the engine's dtype for sums."""
+        wide = x.to(self.reduce_dtype)
+        if self.sequence_dim is None:
+            total = _mappings.reduce_from_tensor_model_parallel_region(
+                wide, process_group=self.group
             )
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        activation = _ACTIVATIONS.get(self.config.hidden_act)
-        biases = (gate.bias, up.bias, down.bias) if self.is_low_rank else ()
-        if self.is_low_rank and activation and biases == (None, None, None):
-            u, v = self.low_rank_u, self.low_rank_v
-            if group.size() == 1 and v.bias is None:
-                factors = (u.gate_proj, gate.weight, u.up_proj, up.weight, down.weight)
-                return svd_mlp(x, *factors, v.weight, activation)
-            hidden = u(x)
-            weights = (gate.weight, up.weight, down.weight)
-            partial = mlp(hidden["gate_proj"], *weights, hidden["up_proj"], activation)
         else:
-            gated, raised = _columns(self, COLUMNS["mlp"], x, adapter_ids)
-            inner = self.act_fn(gated) * raised
-            if not hasattr(self, "low_rank_v"):
-                return _dense(down, inner, adapter_ids)
-            partial = xw(inner, down.weight)
-        return self.low_rank_v(reduced(down, partial))
+            total = _mappings.reduce_scatter_to_sequence_parallel_region(
+                wide, self.sequence_dim, process_group=self.group
+            )
+        return total.to(x.dtype)
 
 
-class NeuronSVDQKV(_gqa.GroupQueryAttention_QKV):
-    """`GroupQueryAttention_QKV` with low-rank projections, whose heads it replicates and pads."""
+class NxdPair(Pair, _parallel.BaseParallelLinear):
+    """A pair whose parts NxD gives to ranks."""
 
-    def _native_qkv_forward(
+    along_contraction = False
+
+
+class NxdDense(DenseMember, _parallel.BaseParallelLinear):
+    """A dense member in a storage, likewise."""
+
+    along_contraction = False
+
+
+class BlockMLP(nn.Module):
+    """What an engine's gated MLP does with low-rank projections."""
+
+    ranks: NxdRanks
+    act_fn: Callable[[Tensor], Tensor]
+    activation: str | None
+
+    def product(self, x: Tensor, adapter_ids: Any = None) -> Tensor:
+        """Map x `[B, S, K]` to the MLP's result."""
+        ranks, act = self.ranks, self.activation or self.act_fn
+        if ranks.sequence_dim is not None:
+            x = _mappings.gather_from_sequence_parallel_region(
+                x, ranks.sequence_dim, process_group=ranks.group
+            )
+        layers = [self.get_submodule(name) for name in (*COLUMNS["mlp"], ROWS["mlp"])]
+        gate, up, down = layers
+        own = [each for each in layers if isinstance(each, Member)]
+        if len(own) == 3:
+            if isinstance(act, str) and ranks.size == 1 and can_be_whole(own):
+                return whole_mlp(x, own[0], own[1], own[2], act)
+            return _finished(own[2], middle(x, own[0], own[1], own[2], ranks, act), ranks)
+        gated, raised = _columns((gate, up), x, ranks, adapter_ids)
+        inner = self.act_fn(gated) * raised
+        if not isinstance(down, Member):
+            return _dense(down, inner, adapter_ids)
+        return _finished(down, first(down, inner), ranks)
+
+    def preshard_hook(self, model_state_dict: dict[str, Tensor], prefix: str) -> bool:
+        """Make the block's tensors of the checkpoint's, each rank's part after another's."""
+        path = prefix.rpartition(".")[0]
+        for name in (*COLUMNS["mlp"], ROWS["mlp"]):
+            module: Any = self.get_submodule(name)
+            if isinstance(module, Member):
+                tensors = _taken(module, model_state_dict, f"{path}.{name}")
+                _put(module, tensors, model_state_dict, f"{path}.{name}")
+            else:
+                for leaf in _leaves(module):
+                    module.preshard_hook(model_state_dict, f"{path}.{name}.{leaf}")
+        return True
+
+
+class BlockQKV(nn.Module):
+    """What an engine's projections to queries, keys and values do; it replicates and pads heads."""
+
+    ranks: NxdRanks
+    clip_qkv: float | None
+
+    def product(
         self, hidden_states: Tensor, adapter_ids: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        names, u = COLUMNS["self_attn"], self.low_rank_u
-        if isinstance(u, WholeU) and len(u.ranks) == len(names):
-            layers = [getattr(self, name) for name in names]
-            pairs = zip(names, layers, strict=True)
-            factors: list[Any] = [t for name, v in pairs for t in (u.get_parameter(name), v.weight)]
-            widths = [layer.weight.shape[1] for layer in layers]
-            biases: list[Any] = [layer.bias for layer in layers]
-            query, key, value = svd_qkv(hidden_states, *factors, *biases).split(widths, -1)
+        """Map x `[B, S, K]` to the rank's queries, keys and values."""
+        layers = [self.get_submodule(name) for name in COLUMNS["self_attn"]]
+        pairs = [each for each in layers if isinstance(each, Pair) and not each.place.gathers]
+        if len(pairs) == len(layers) and len({pair.precision for pair in pairs}) == 1:
+            factors = [t for pair in pairs for t in (pair.u, pair.v)]
+            scales = [t for pair in pairs for t in (pair.u_scale, pair.v_scale)]
+            given = (*factors, *[pair.bias for pair in pairs], *scales, pairs[0].compute)
+            made = pairs[0].run("svd_qkv", hidden_states, *given)
+            query, key, value = made.split([pair.width for pair in pairs], -1)
         else:
-            query, key, value = _columns(self, names, hidden_states, adapter_ids)
-        if self.clip_qkv is not None:
-            low, high = -self.clip_qkv, self.clip_qkv
-            return query.clamp(low, high), key.clamp(low, high), value.clamp(low, high)
+            query, key, value = _columns(layers, hidden_states, self.ranks, adapter_ids)
+        clip = self.clip_qkv
+        if clip is not None:
+            return query.clamp(-clip, clip), key.clamp(-clip, clip), value.clamp(-clip, clip)
         return query, key, value
 
+    def preshard_hook(self, model_state_dict: dict[str, Tensor], prefix: str) -> bool:
+        """Make the tensors of the checkpoint's, whose heads the engine's own hook replicates."""
+        path = prefix.rpartition(".")[0]
+        outer = path.rpartition(".")[0]
+        layers = {name: self.get_submodule(name) for name in COLUMNS["self_attn"]}
+        found = {n: _taken(each, model_state_dict, f"{outer}.{n}") for n, each in layers.items()}
+        parent: Any = super()
+        sizes: dict[str, int] = {}
+        for keys in (("v", "w", "weight"), ("v_scale", "w_scale"), ("bias",)):
+            own = {name: next((k for k in keys if k in found[name]), None) for name in layers}
+            if not any(own.values()):
+                continue
+            rows: dict[str, Tensor] = {}
+            for name, key in own.items():
+                tensor = torch.zeros(sizes[name]) if key is None else found[name][key]
+                rows[f"{outer}.{name}.weight"] = _as_rows(key, tensor)
+                sizes.setdefault(name, len(_as_rows(key, tensor)))
+            parent.preshard_hook(rows, prefix)
+            for name, key in own.items():
+                if key is not None:
+                    heads = rows[f"{path}.{name}.weight"]
+                    is_vector = found[name][key].dim() == 1
+                    found[name][key] = heads[:, 0] if is_vector else _as_rows(key, heads)
+        for name, layer in layers.items():
+            _put(layer, found[name], model_state_dict, f"{path}.{name}")
+        return True
 
-class NeuronSVDO(_gqa.GroupQueryAttention_O):
-    """`GroupQueryAttention_O` with a low-rank projection, whose heads it pads."""
 
-    def forward(self, attention_output: Tensor, adapter_ids: Any = None) -> Tensor:
-        """Return the projection `[B, S, H]` of a rank's heads `[B, S, heads * head_dim / tp]`."""
-        return self.low_rank_v(reduced(self.o_proj, xw(attention_output, self.o_proj.weight)))
+class BlockO(nn.Module):
+    """What an engine's projection of attention's output does; it pads heads."""
+
+    ranks: NxdRanks
+
+    def product(self, attention_output: Tensor, adapter_ids: Any = None) -> Tensor:
+        """Return the projection `[B, S, K]` of a rank's heads `[B, S, heads * head_dim / tp]`."""
+        member: Any = self.get_submodule(ROWS["self_attn"])
+        return _finished(member, first(member, attention_output), self.ranks)
+
+    def preshard_hook(self, model_state_dict: dict[str, Tensor], prefix: str) -> bool:
+        """Make the tensors of the checkpoint's, whose heads the engine's own hook pads."""
+        path, name = prefix.rpartition(".")[0], ROWS["self_attn"]
+        outer = path.rpartition(".")[0]
+        member: Any = self.get_submodule(name)
+        found = _taken(member, model_state_dict, f"{outer}.{name}")
+        key = "u" if "u" in found else "w"
+        heads = {f"{outer}.{name}.weight": found[key].t().contiguous()}
+        parent: Any = super()
+        parent.preshard_hook(heads, prefix)
+        found[key] = heads[f"{path}.{name}.weight"].t()
+        _put(member, found, model_state_dict, f"{path}.{name}")
+        return True
 
 
-def compress_layer(layer: Any, ranks: Mapping[str, int], divide: Divide) -> None:
-    """Make the low-rank members of one of NxD Inference's decoder layers low-rank, in place.
+def compress_layer(
+    layer: Any, records: Mapping[str, LayerReport], divide: Divide, hidden_act: str
+) -> None:
+    """Put a decoder layer's recorded members in place of the engine's, and change its classes.
 
     Args:
         layer: with `mlp`, and `self_attn` with `qkv_proj` and `o_proj`.
-        ranks: by the names in the layer, such as `mlp.gate_proj`.
+        records: by the names in the layer, such as `mlp.gate_proj`.
         divide: which factors ranks divide.
+        hidden_act: the config's.
     """
-    own = {block: _of_block(block, ranks) for block in ("self_attn", "mlp")}
-    if own["mlp"]:
-        _compress_mlp(layer.mlp, own["mlp"], divide)
-    attention = own["self_attn"]
-    row = attention.pop("o_proj", None)
-    if attention:
-        _compress_qkv(layer.self_attn.qkv_proj, attention, divide)
-    if row is not None:
-        _compress_o(layer.self_attn.o_proj, row, divide)
+    attention, row_layer = layer.self_attn, layer.self_attn.o_proj.o_proj
+    own = {name.partition(".")[2]: record for name, record in records.items()}
+    ranks = NxdRanks(row_layer)
+    if any(name in own for name in COLUMNS["self_attn"]):
+        _compress_qkv(attention.qkv_proj, own, divide, ranks)
+    if "o_proj" in own:
+        module = attention.o_proj
+        K = module.num_attention_heads * module.head_dim
+        options = (divide, ranks, module.dtype, module.bias)
+        module.o_proj = _member(replace(own["o_proj"], K=K), "row", *options)
+        _become(module, "O", BlockO, ranks)
+    if any(name.startswith("mlp.") for name in records):
+        module, ranks = layer.mlp, NxdRanks(layer.mlp.down_proj)
+        for name in (*COLUMNS["mlp"], ROWS["mlp"]):
+            if name in own:
+                dense, kind = getattr(module, name), "row" if name == ROWS["mlp"] else "column"
+                options = (divide, ranks, dense.weight.dtype, dense.bias is not None)
+                setattr(module, name, _member(own[name], kind, *options))
+        _become(module, "MLP", BlockMLP, ranks)
+        module.activation = _ACTIVATIONS.get(hidden_act)
 
 
-def _of_block(block: str, ranks: Mapping[str, int]) -> dict[str, int]:
-    return {n.removeprefix(f"{block}."): r for n, r in ranks.items() if n.startswith(f"{block}.")}
-
-
-def _compress_mlp(module: Any, ranks: dict[str, int], divide: Divide) -> None:
-    dtype, group = module.neuron_config.torch_dtype, module.down_proj.tensor_parallel_group
-    columns = {name: ranks[name] for name in COLUMNS["mlp"] if name in ranks}
-    size = module.intermediate_size
-    for name, r in columns.items():
-        bias = getattr(module, name).bias is not None
-        setattr(module, name, column_v(r, size, bias, dtype, group, pad=True))
-    if columns:
-        module.low_rank_u = column_u(module.hidden_size, columns, dtype, group, divide)
-    if "down_proj" in ranks:
-        dense, r = module.down_proj, ranks["down_proj"]
-        module.down_proj = row_u(dense, size, r, dtype, pad=True)
-        bias = dense.bias is not None
-        module.low_rank_v = row_v(r, module.hidden_size, bias, dtype, group, divide)
-    module.group, module.is_low_rank = group, len(ranks) == 3
-    module.__class__ = NeuronSVDMLP
-
-
-def _compress_qkv(module: Any, ranks: dict[str, int], divide: Divide) -> None:
-    # A parent class's fused weight goes: low-rank members share one product and one gather anyway.
-    if module.fused_qkv:
-        group, has_bias = module.Wqkv.tensor_parallel_group, module.Wqkv.bias is not None
-        del module.Wqkv
-        module.fused_qkv = False
-    else:
-        group = module.q_proj.tensor_parallel_group
-        has_bias = module.q_proj.bias is not None
-    columns = {name: ranks[name] for name in COLUMNS["self_attn"] if name in ranks}
-    for name, r in columns.items():
+def _compress_qkv(
+    module: Any, own: Mapping[str, LayerReport], divide: Divide, ranks: NxdRanks
+) -> None:
+    # A fused weight goes: low-rank members share one gather anyway.
+    bias = (module.Wqkv if module.fused_qkv else module.q_proj).bias is not None
+    for name in COLUMNS["self_attn"]:
         heads = module.num_attention_heads if name == "q_proj" else module.num_key_value_heads
         size = heads * module.head_dim
-        setattr(module, name, column_v(r, size, has_bias, module.dtype, group))
-    module.low_rank_u = column_u(module.hidden_size, columns, module.dtype, group, divide)
-    module.__class__ = NeuronSVDQKV
+        if name in own:
+            options = (divide, ranks, module.dtype, bias)
+            setattr(module, name, _member(replace(own[name], N=size), "column", *options))
+        elif module.fused_qkv:
+            options = {"bias": bias, "gather_output": False, "dtype": module.dtype}
+            options["tensor_model_parallel_group"] = ranks.group
+            dense = _parallel.ColumnParallelLinear(module.hidden_size, size, **options)
+            setattr(module, name, dense)
+    if module.fused_qkv:
+        del module.Wqkv
+        module.fused_qkv = False
+    _become(module, "QKV", BlockQKV, ranks)
 
 
-def _compress_o(module: Any, r: int, divide: Divide) -> None:
-    dense, dtype = module.o_proj, module.dtype
-    group, size = dense.tensor_parallel_group, module.num_attention_heads * module.head_dim
-    module.o_proj = row_u(dense, size, r, dtype)
-    module.low_rank_v = row_v(r, module.hidden_size, module.bias, dtype, group, divide)
-    module.bias = False  # it is low_rank_v's
-    module.__class__ = NeuronSVDO
+def _member(
+    record: LayerReport,
+    kind: Kind,
+    divide: Divide,
+    ranks: NxdRanks,
+    dtype: torch.dtype,
+    bias: bool,
+) -> Member:
+    """A member whose parameters say to NxD that each rank has a part of a stack of all ranks'."""
+    tp = ranks.size
+    sections = [ColumnSection(record.N, tp if kind == "column" else 1)]
+    made = NxdDense if record.r is None else NxdPair
+    member = made(record, Shard(kind, divide, 0, tp), sections, dtype, bias=bias)
+    for key in member.shapes:
+        if member.dims[key] is not None:
+            for name, value in _STACKED.items():
+                setattr(getattr(member, key), name, value)
+            getattr(member, key).num_partitions = tp
+    return member
 
 
-def _columns(module: Any, names: tuple[str, ...], x: Tensor, adapter_ids: Any) -> list[Tensor]:
-    """Call a block's column layers, low-rank or dense, one by one."""
-    hidden = module.low_rank_u(x) if hasattr(module, "low_rank_u") else {}
-    results: list[Tensor] = []
-    for name in names:
-        layer = getattr(module, name)
-        if name in hidden:
-            results.append(xw(hidden[name], layer.weight, layer.bias))
-        else:
-            results.append(_dense(layer, x, adapter_ids))
-    return results
+_STACKED: dict[str, object] = {
+    "tensor_model_parallel": True,
+    "partition_dim": 0,
+    "partition_stride": 1,
+    "rank_ordering": None,
+}
 
 
-def _dense(layer: Any, x: Tensor, adapter_ids: Any) -> Tensor:
-    return layer(x, adapter_ids) if _lora.is_lora_module(layer) else layer(x)
+def _become(module: Any, kind: str, block: type[nn.Module], ranks: NxdRanks) -> None:
+    """Change a module's class to one that computes with members."""
+    module.ranks, module.bias = ranks, False  # members have their own
+    module.__class__ = _subclass(kind, block, type(module))
+
+
+@cache
+def _subclass(kind: str, block: Any, base: type[nn.Module]) -> type[nn.Module]:
+    for name, expected in _METHODS[kind].items():
+        method = getattr(base, name, None)
+        if method is not None:
+            found = tuple(signature(method).parameters)[1:]
+            if found[: len(expected)] != expected:
+                raise ImportError(
+                    f"{base.__name__}.{name} must take {', '.join(expected)}, the installed "
+                    f"{base.__module__.partition('.')[0]} has {', '.join(found)}; install a "
+                    "version that docs/nxdi.md names"
+                )
+            members = {name: block.product, "__module__": __name__}
+            return type(f"NeuronSVD{kind}", (block, base), members)
+    raise AssertionError(f"every module has a method forward, {base} has none")
+
+
+# --- products ------------------------------------------------------------------------------------
+
+
+def _columns(
+    layers: Sequence[nn.Module], x: Tensor, ranks: NxdRanks, adapter_ids: Any
+) -> list[Tensor]:
+    """Call a block's column layers, the engine's dense ones too."""
+    own = [each for each in layers if isinstance(each, Member)]
+    found = iter(columns(x, own, [each.bias for each in own], ranks))
+    return [
+        next(found) if isinstance(each, Member) else _dense(each, x, adapter_ids) for each in layers
+    ]
+
+
+def _dense(layer: nn.Module, x: Tensor, adapter_ids: Any) -> Tensor:
+    """Call a dense layer, which an adapter of NxD Inference may wrap."""
+    lora = sys.modules.get("neuronx_distributed_inference.modules.lora_serving.lora_module")
+    is_adapted = lora is not None and lora.is_lora_module(layer)
+    return layer(x, adapter_ids) if is_adapted else layer(x)
+
+
+def _finished(member: Member, partial_sum: Tensor, ranks: NxdRanks) -> Tensor:
+    return row(member, ranks.add(partial_sum), ranks, member.bias)
+
+
+# --- tensors -------------------------------------------------------------------------------------
+
+
+def _leaves(layer: Any) -> Sequence[str]:
+    if isinstance(layer, Member):
+        return list(layer.shapes)
+    return ("weight", "bias") if layer.bias is not None else ("weight",)
+
+
+def _taken(layer: nn.Module, state: dict[str, Tensor], source: str) -> dict[str, Tensor]:
+    """Take a layer's tensors out of the state dict, its placeholder too."""
+    found = {leaf: state.pop(f"{source}.{leaf}") for leaf in _leaves(layer)}
+    state.pop(f"{source}.weight", None)
+    return found
+
+
+def _as_rows(key: str | None, tensor: Tensor) -> Tensor:
+    """A tensor with its columns as rows, as NxD has weights, or such a one turned back."""
+    if tensor.dim() == 1:
+        return tensor[:, None]
+    return tensor if key == "weight" else tensor.t()
+
+
+def _put(
+    layer: nn.Module, tensors: Mapping[str, Tensor], state: dict[str, Tensor], target: str
+) -> None:
+    """Add a layer's tensors to the state dict: each rank's part after another's."""
+    for key, whole in tensors.items():
+        made = whole
+        if isinstance(layer, Member):
+            is_cut = layer.dims[key] is not None
+            count = range(layer.place.tp if is_cut else 1)
+            made = torch.cat([layer.cut(key, whole, rank) for rank in count])
+            own = getattr(layer, key).dtype
+            made = made.view(own) if made.dtype in BITS.values() else made
+        state[f"{target}.{key}"] = made.contiguous()

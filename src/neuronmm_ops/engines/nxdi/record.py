@@ -1,30 +1,35 @@
-"""What NxD Inference's config says of a compressed model, and which of its options cannot serve it.
+"""What an engine's config says of a compressed model, and which options cannot serve it.
 
-Plain data: nothing of NxD is imported. `config` is an `InferenceConfig`, loaded from the model's
-config.json, with the `NeuronConfig` as `config.neuron_config`.
+Plain data: nothing of NxD is imported. `config` is made of the model's config.json; `options` are
+NxD Inference's `NeuronConfig`, which it keeps as `config.neuron_config`, or optimum-neuron's.
 """
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from neuronmm_ops.compress.record import is_record, report_of
 from neuronmm_ops.compress.report import LayerReport
+from neuronmm_ops.engines.members import MISMATCH, STORED
+from neuronmm_ops.engines.places import name_in_model
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.parallel.sharding import DIVIDES, Divide
+from neuronmm_ops.storages import FACTORS, SCALES, STORAGES, dequantized
 
-COLUMNS = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
-ROWS = {"self_attn": "o_proj", "mlp": "down_proj"}
 DIVIDE_KEY = "neuronmm_divide"
 WINDOW_SEQ_LEN = 512
 """Up to so many positions, graphs with a sliding window end on the device with status 1006."""
+BITS = {1: torch.uint8, 4: torch.int32}
+"""By their bytes, the dtypes in which factors and scales pass an engine that casts floats."""
 
 
 class OptionError(ValueError):
     """An option of NxD Inference that a compressed model cannot be served with."""
 
 
-_NAME = re.compile(r"(?:model\.)?(layers\.\d+\.(?:self_attn\.[qkvo]|mlp\.(?:gate|up|down))_proj)")
 # Options of NeuronConfig that read a dense weight of attention or MLP by themselves.
 _KERNELS = {
     "self_attn": (
@@ -38,7 +43,7 @@ _KERNELS = {
 }
 # Options whose values do not go with low-rank layers: the value that does, and the remedy.
 _OTHERS: dict[str, tuple[object, str]] = {
-    "quantized": (False, "quantize the factors instead, with neuronmm compress --storage"),
+    "quantized": (False, "compress with --storage instead"),
     "activation_quantization_type": (None, "leave it out"),
     "cp_degree": (1, "use tp_degree alone"),
     "mlp_cp_degree": (1, "use tp_degree alone"),
@@ -48,48 +53,82 @@ _OTHERS: dict[str, tuple[object, str]] = {
 }
 
 
-def low_rank_layers(config: Any) -> dict[str, LayerReport]:
-    """Return the low-rank layers by NxD Inference's names, such as `layers.0.mlp.gate_proj`.
+def served_layers(config: Any, options: Any = None) -> dict[str, LayerReport]:
+    """Return the layers to put into the engine's model, by its names: `layers.0.mlp.gate_proj`.
 
     Empty where the model is not compressed.
 
     Raises:
-        CheckpointError: the record cannot be read, is of a newer format, lists a layer that is no
-            projection of attention or MLP, or one that is dense in a storage.
+        CheckpointError: the record cannot be read, is of a newer format, or lists a low-rank layer
+            that is no projection of attention or MLP.
     """
     record = getattr(config, "quantization_config", None)
     if not is_record(record):
         return {}
-    layers = report_of(record).layers
-    stored = next((each for each in layers if each.r is None and each.is_replaced), None)
-    if stored is not None:
-        raise CheckpointError(
-            f"{stored.name} is dense in {stored.storage}, which NxD Inference does not read; "
-            "run: neuronmm export nxdi DIR -o OUT"
-        )
-    return named_layers(layers)
+    return named_layers(report_of(record).layers, _options(config, options).tp_degree)
 
 
-def named_layers(layers: Iterable[LayerReport]) -> dict[str, LayerReport]:
-    """Return the low-rank ones of a record's layers by NxD Inference's names.
+def named_layers(layers: Iterable[LayerReport], tp: int) -> dict[str, LayerReport]:
+    """Return a record's layers as so many ranks have them; the others are multiplied out.
+
+    Those are what is dense in a storage outside of attention and MLP, or in one whose groups of
+    rows share scales, which ranks do not divide.
 
     Raises:
-        CheckpointError: one is no projection of attention or MLP.
+        CheckpointError: a low-rank one is no projection of attention or MLP.
     """
     found: dict[str, LayerReport] = {}
     for layer in layers:
-        match = _NAME.fullmatch(layer.name)
-        if layer.r is not None and match is None:
-            raise CheckpointError(
-                f"NxD Inference takes low-rank projections of attention and MLP, got {layer.name}; "
-                "compress again with --targets all-linear or mlp"
-            )
-        if layer.r is not None and match is not None:
-            found[match[1]] = layer
+        name = name_in_model(layer, "NxD")
+        if layer.storage is not None and tp > 1 and STORAGES[layer.storage].group is not None:
+            layer = replace(layer, storage=None, compute="x")
+        if name is not None and layer.is_replaced:
+            found[name] = layer
     return found
 
 
-def divide_of(config: Any) -> Divide:
+def as_engine_state(state: MutableMapping[str, Tensor], config: Any, options: Any) -> None:
+    """Turn a checkpoint's one-byte tensors into what an engine does not cast, in place.
+
+    What ranks keep in one byte becomes integers of the same bits; the rest is multiplied out.
+
+    Args:
+        state: by the engine's names, without `model.`.
+        config: the model's.
+        options: the engine's.
+
+    Raises:
+        CheckpointError: a tensor is missing.
+    """
+    served = served_layers(config, options)
+    for layer in report_of(config.quantization_config).layers:
+        if not layer.is_replaced:
+            continue
+        name = layer.name.removeprefix("model.")
+        is_kept = name in served and served[name].storage == layer.storage
+        pairs = [STORED] if layer.r is None else list(zip(FACTORS, SCALES, strict=True))
+        for matrix, scale in pairs:
+            keys = [f"{name}.{matrix}", *[f"{name}.{scale}"] * (layer.storage is not None)]
+            absent = next((key for key in keys if key not in state), None)
+            if absent is not None:
+                raise CheckpointError(
+                    f"{absent}: config.json asks for it, the file has none; {MISMATCH}"
+                )
+            if layer.storage is None:
+                continue
+            if is_kept:
+                for key in keys:
+                    state[key] = state[key].view(BITS[state[key].itemsize])
+                continue
+            given, factor = state.pop(keys[0]), state.pop(keys[1])
+            whole = dequantized(given, factor.float(), options.torch_dtype)
+            if layer.r is None:
+                state[f"{name}.weight"] = whole.t().contiguous()
+            else:
+                state[keys[0]] = whole
+
+
+def divide_of(config: Any, options: Any = None) -> Divide:
     """Return which factors ranks divide: the config's `neuronmm_divide`, `both` by default.
 
     One rank has nothing to exchange, so there it is `one`.
@@ -100,20 +139,23 @@ def divide_of(config: Any) -> Divide:
     divide = getattr(config, DIVIDE_KEY, "both")
     if divide not in DIVIDES:
         raise ValueError(f"{DIVIDE_KEY} must be one or both, got {divide!r}; correct config.json")
-    return divide if config.neuron_config.tp_degree > 1 else "one"
+    return divide if _options(config, options).tp_degree > 1 else "one"
 
 
-def check_options(config: Any) -> None:
-    """Refuse options of NxD Inference that would read weights which a compressed model has not.
+def _options(config: Any, options: Any) -> Any:
+    return config.neuron_config if options is None else options
+
+
+def check_options(config: Any, options: Any = None) -> None:
+    """Refuse options of the engine that would read weights which a compressed model has not.
 
     Raises:
         OptionError: says which option, its value and the remedy.
-        CheckpointError: see `low_rank_layers`.
+        CheckpointError: see `served_layers`.
     """
-    layers = low_rank_layers(config)
+    layers, options = served_layers(config, options), _options(config, options)
     if not layers:
         return
-    options = config.neuron_config
     for block, kernels in _KERNELS.items():
         if any(f".{block}." in name for name in layers):
             for option in kernels:
@@ -129,9 +171,8 @@ def check_options(config: Any) -> None:
                 f"{option} must be {allowed} for a compressed model, got {value}; {remedy}"
             )
     _check_lora(options, layers)
-    if options.fused_qkv:
-        _check_fused_qkv(layers)
-    if options.sequence_parallel_enabled and divide_of(config) == "both":
+    is_divided = getattr(options, "sequence_parallel_enabled", False)
+    if is_divided and divide_of(config, options) == "both":
         raise OptionError(
             f"sequence_parallel_enabled needs {DIVIDE_KEY} = one, got both; "
             "export again with --divide one, or leave sequence parallelism out"
@@ -142,14 +183,29 @@ def check_options(config: Any) -> None:
             f"{options.tp_degree} and {config.intermediate_size}; use one that does"
         )
     window = getattr(config, "sliding_window", None)
-    if window and options.seq_len <= WINDOW_SEQ_LEN and not getattr(options, "on_cpu", False):
+    seq_len = getattr(options, "seq_len", WINDOW_SEQ_LEN + 1)
+    if window and seq_len <= WINDOW_SEQ_LEN and not getattr(options, "on_cpu", False):
         raise OptionError(
             f"seq_len must be over {WINDOW_SEQ_LEN} for a model with a sliding window, got "
-            f"{options.seq_len} and sliding_window {window}; use --seq-len 1024 or more"
+            f"{seq_len} and sliding_window {window}; use --seq-len 1024 or more"
         )
     heads = config.num_attention_heads
     check_heads(heads, getattr(config, "num_key_value_heads", heads), options.tp_degree)
     _check_rope(config)
+
+
+def check_draft(draft: Any, config: Any) -> None:
+    """Refuse a draft of fused speculation whose tokens are others, or whose options.
+
+    Raises:
+        OptionError: says what was found, and the remedy.
+    """
+    if draft.vocab_size != config.vocab_size:
+        raise OptionError(
+            f"a draft must have the model's vocabulary, got {draft.vocab_size} and "
+            f"{config.vocab_size} tokens; make one with: neuronmm draft MODEL -o DRAFT"
+        )
+    check_options(draft)
 
 
 def check_heads(heads: int, kv_heads: int, tp: int) -> None:
@@ -173,17 +229,6 @@ def _check_lora(options: Any, layers: Mapping[str, LayerReport]) -> None:
             raise OptionError(
                 f"LoRA adapters cannot adapt a low-rank layer here, got target_modules with "
                 f"{target}; merge the adapter before compressing, or leave {target} dense"
-            )
-
-
-def _check_fused_qkv(layers: Mapping[str, LayerReport]) -> None:
-    blocks = {name.rpartition(".")[0] for name in layers if ".self_attn." in name}
-    for block in sorted(blocks):
-        found = [name for name in COLUMNS["self_attn"] if f"{block}.{name}" in layers]
-        if 0 < len(found) < len(COLUMNS["self_attn"]):
-            raise OptionError(
-                f"fused_qkv needs query, key and value all dense or all low-rank, got only "
-                f"{', '.join(found)} low-rank in {block}; leave fused_qkv out"
             )
 
 

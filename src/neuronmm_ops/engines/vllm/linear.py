@@ -6,7 +6,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +23,11 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
 from neuronmm_ops.compress.report import LayerReport
+from neuronmm_ops.engines.members import MISMATCH, STORED, Member, Pair, member_of, unpacked
+from neuronmm_ops.engines.places import Shard, joined, member_sections
+from neuronmm_ops.engines.products import columns, row
 from neuronmm_ops.engines.vllm import packing
-from neuronmm_ops.engines.vllm.factors import (
-    MISMATCH,
-    STORED,
-    Dense,
-    Member,
-    Pair,
-    Stored,
-    unpacked,
-)
 from neuronmm_ops.engines.vllm.mlp import fuse_
-from neuronmm_ops.engines.vllm.places import Shard, joined, member_sections, split_gathered
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.parallel.sharding import DIVIDES, Kind
 from neuronmm_ops.storages import FACTORS, SCALES, tensor_dtype
@@ -44,6 +37,21 @@ DIVIDE = "neuronmm_divide"
 SHARDED = ("sharded_state", "runai_streamer_sharded")
 """Formats of a file for each rank."""
 _SHARDS = {"q": 0, "k": 1, "v": 2}
+
+
+class VllmRanks(NamedTuple):
+    """vLLM's ranks of tensor parallel."""
+
+    size: int
+    own_tokens: bool = False
+
+    def gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Concatenate the ranks' tensors."""
+        return tensor_model_parallel_all_gather(x, dim)
+
+    def add(self, x: Tensor) -> Tensor:
+        """Add the ranks' tensors."""
+        return tensor_model_parallel_all_reduce(x)
 
 
 class LowRankLinearMethod(LinearMethodBase):
@@ -90,26 +98,22 @@ class LowRankLinearMethod(LinearMethodBase):
         self.reduces = self.tp_size > 1 and is_pair and getattr(layer, "reduce_results", False)
         if self.reduces:
             layer.reduce_results = False
-        self.place = self._place(layer, config)
+        self.place, self.ranks = self._place(layer, config), VllmRanks(self.tp_size)
         replicas = [1] * len(output_partition_sizes)
         if isinstance(layer, QKVParallelLinear):
             replicas[1:] = [layer.num_kv_head_replicas] * 2
         pack = packing.packed if packing.packs() else None
         sections = member_sections(self.names, output_partition_sizes, replicas, self.place)
         for name, record, own in zip(self.names, self.layers, sections, strict=True):
+            K, N = input_size, sum(section.size for section in own)
             if record is None:
-                self.members.append(Dense(name, input_size, own, params_dtype, pack))
-                continue
-            sizes = [input_size, sum(section.size for section in own)]
-            if sizes != [record.K, record.N]:
+                record = LayerReport(name, K, N, None, True, None, None, 0, 0)
+            if [K, N] != [record.K, record.N]:
                 raise CheckpointError(
                     f"{name}: config.json asks for [K, N] = {[record.K, record.N]}, the "
-                    f"architecture has {sizes}; {MISMATCH}"
+                    f"architecture has {[K, N]}; {MISMATCH}"
                 )
-            if record.r is None:
-                self.members.append(Stored(record, self.place, own))
-            else:
-                self.members.append(Pair(record, self.place, own, params_dtype, pack))
+            self.members.append(member_of(record, self.place, own, params_dtype, pack))
         # No children of the layer: vLLM's reloading handles a module with its own tensors alone.
         layer.members = tuple(self.members)
         self.divided = torch.tensor(self._division())
@@ -247,38 +251,15 @@ class LowRankLinearMethod(LinearMethodBase):
             return self.finished(member.low(x), own)
         widths = [member.width for member in members]
         biases = [None] * len(members) if bias is None else bias.split(widths)
-        if self.place.gathers:
-            parts = [
-                _second(member, x, low, own)
-                for member, low, own in zip(members, self.lows(x), biases, strict=True)
-            ]
-        else:
-            parts = [member.product(x, own) for member, own in zip(members, biases, strict=True)]
-        return joined(parts)
-
-    def lows(self, x: Tensor) -> list[Tensor | None]:
-        """Return `x @ u` `[..., r]` of each pair, None of dense members."""
-        pairs = [member for member in self.members if isinstance(member, Pair)]
-        low = [pair.low(x) for pair in pairs]
-        if low and self.place.gathers:  # all at once
-            every = tensor_model_parallel_all_gather(joined(low))
-            low = split_gathered(every, [pair.low_width for pair in pairs], self.place.tp)
-        found = iter(low)
-        return [next(found) if isinstance(member, Pair) else None for member in self.members]
+        return joined(columns(x, members, biases, self.ranks))
 
     def finished(self, low: Tensor, bias: Tensor | None) -> Tensor:
         """Return a row layer's result `[..., N]` for this rank's part of the sum `x @ u`.
 
         It is this rank's part of the sum, too, where vLLM adds the parts, or nobody does.
         """
-        (pair,) = cast(list[Pair], self.members)
-        if self.reduces:
-            low = tensor_model_parallel_all_reduce(low)
-        if self.place.divide == "one":
-            return pair.high(low, bias)
-        y = tensor_model_parallel_all_gather(pair.high(low, None))
-        y = y[..., : pair.width]
-        return y if bias is None else y + bias
+        (pair,) = self.members
+        return row(pair, self.ranks.add(low) if self.reduces else low, self.ranks, bias)
 
 
 class DenseLinearMethod(UnquantizedLinearMethod):
@@ -304,8 +285,3 @@ def remember_parent(parent: nn.Module, name: str, child: nn.Module | None) -> No
     method = getattr(child, "quant_method", None)
     if isinstance(method, LowRankLinearMethod):
         method.parent = weakref.ref(parent)
-
-
-def _second(member: Member, x: Tensor, low: Tensor | None, bias: Tensor | None) -> Tensor:
-    """A member's columns for x, or for `x @ u` of a pair."""
-    return member.product(x, bias) if low is None else cast(Pair, member).high(low, bias)

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from neuronmm_ops.engines.vllm.factors import Pair
+from neuronmm_ops.engines.members import Pair
+from neuronmm_ops.engines.products import middle, whole_mlp
 from neuronmm_ops.nn.bare import is_bare
-from neuronmm_ops.ops import mlp, svd_mlp
 
 # vLLM's MLP classes whose forward is down_proj(act_fn(gate_up_proj(x))) and nothing else.
 GATED_MLPS = frozenset(
@@ -47,7 +47,7 @@ def fuse_(module: Any) -> bool:
         return False
     if any(pair.packed for pair in pairs):
         return False
-    if len({(pair.storage, pair.compute) for pair in pairs}) > 1:
+    if len({pair.precision for pair in pairs}) > 1:
         return False
     if kind not in _FUSED:
         _FUSED[kind] = type(f"LowRank{kind.__name__}", (kind,), {"forward": _forward})  # pyright: ignore
@@ -69,11 +69,6 @@ def _forward(self: Any, x: Tensor) -> Tensor:
     gate, up = self.gate_up_proj.members
     (down,) = self.down_proj.members
     if down.place.kind is None:  # one rank
-        factors = (gate.u, gate.v, up.u, up.v, down.u, down.v)
-        scales = (gate.u_scale, gate.v_scale, up.u_scale, up.v_scale, down.u_scale, down.v_scale)
-        return svd_mlp(x, *factors, self.activation, *scales, gate.compute)
-    # What ranks exchange is narrow before v_gate and v_up, and between u_down and v_down.
-    given, given_up = self.gate_up_proj.quant_method.lows(x)
-    scales = (gate.v_scale, up.v_scale, down.u_scale)
-    low = mlp(given, gate.v, up.v, down.u, given_up, self.activation, *scales, gate.compute)
-    return self.down_proj.quant_method.finished(low, None)
+        return whole_mlp(x, gate, up, down, self.activation)
+    method = self.down_proj.quant_method
+    return method.finished(middle(x, gate, up, down, method.ranks, self.activation), None)

@@ -6,6 +6,7 @@ that the checkpoint has. Needs the core of this package, never Transformers.
 (AWS: "How to onboard a model to vLLM Neuron"; "Scalable Model Registry Design", out-of-tree.)
 """
 
+from importlib import import_module
 from importlib.util import find_spec
 
 ARCHITECTURE = "NeuronMMForCausalLM"
@@ -14,18 +15,18 @@ _FACTORY = "neuronmm_ops.engines.vllm_neuron.factory:NeuronMMForCausalLM"
 
 
 def register() -> None:
-    """Register the models of what is installed as vllm_neuron; may be called again.
+    """Register the models of the plugin for Neuron that is installed; may be called again.
 
     Of vLLM-Neuron, the architecture with vLLM. The plugin on NxD Inference has the same name and no
-    models of its own: there NxD Inference's classes are replaced.
+    models of its own: there NxD Inference's classes are replaced, and optimum-neuron's in its own.
     """
     if find_spec("vllm_neuron") is None:
+        if find_spec("optimum") is not None and find_spec("optimum.neuron") is not None:
+            import_module("neuronmm_ops.engines.optimum").register()
         return
     if find_spec("vllm_neuron.model") is None:
         if find_spec("neuronx_distributed_inference") is not None:
-            from neuronmm_ops.engines.nxdi.models import register
-
-            register()
+            import_module("neuronmm_ops.engines.nxdi").register()
         return
     from vllm import ModelRegistry  # pyright: ignore
 

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from neuroncore.hardware import instance_type
 from neuronmm_ops.checkpoint import check_tensors, inspect_headers, read_config
-from neuronmm_ops.compress.report import CompressionReport
 from neuronmm_ops.engines.vllm_neuron import engine
 from neuronmm_ops.engines.vllm_neuron.launch import Kernels
 from neuronmm_ops.engines.vllm_neuron.model import put_low_rank_
-from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.parallel.sharding import check_heads
 
 FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
@@ -58,8 +56,7 @@ class NeuronMMForCausalLM(nn.Module):
         """Return the engine's model with empty parameters, which its `load_weights` fills.
 
         Raises:
-            CheckpointError: the checkpoint is not compressed, of another format, damaged, or has
-                factors in one byte.
+            CheckpointError: the checkpoint is not compressed, of another format or damaged.
             ValueError: its architecture, dtype or biases are not served here, the ranks do not
                 divide the heads, or an option of the engine asks for another division.
             ImportError, RuntimeError: see `Kernels`.
@@ -69,7 +66,7 @@ class NeuronMMForCausalLM(nn.Module):
         check_tensors(headers, report.layers)
         config = read_config(directory)
         family = _family(config, directory)
-        _check(hf_config, neuron_config, report)
+        _check(hf_config, neuron_config)
         group, can_run = engine.tp_group(), engine.kernel_test()
         check_heads(hf_config.num_attention_heads, _kv_heads(hf_config), group.world_size)
         if can_run("neuron"):
@@ -141,14 +138,8 @@ def _check_device(heads: int, tp: int) -> None:
         )
 
 
-def _check(hf_config: Any, neuron_config: Any, report: CompressionReport) -> None:
+def _check(hf_config: Any, neuron_config: Any) -> None:
     """Refuse what the low-rank layers do not compute."""
-    one_byte = next((layer for layer in report.layers if layer.storage is not None), None)
-    if one_byte is not None:
-        raise CheckpointError(
-            f"factors must be floats of two bytes or more in vLLM-Neuron, {one_byte.name} is in "
-            f"{one_byte.storage}; compress without --storage"
-        )
     for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if getattr(hf_config, name, False):
             raise ValueError(f"{name} must be false in vLLM-Neuron's model, config.json has true")

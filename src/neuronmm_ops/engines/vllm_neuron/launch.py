@@ -57,61 +57,76 @@ class Kernels:
         _fill_caches()
         self.callers = _callers() if can_run("neuron") else {}
 
-    def run(self, op: str, *tensors: Tensor | None) -> Tensor:
-        """Return the op `[M, N]` of x `[M, K]` and its other operands; its choices are defaults."""
-        spec, x = SPECS[op], tensors[0]
+    def run(self, op: str, *args: Tensor | str | None) -> Tensor:
+        """Return the op `[M, N]` of x `[M, K]`, its other operands and its choices."""
+        spec = SPECS[op]
+        tensors = [arg for arg in args if not isinstance(arg, str)]
+        given = [arg for arg in args if isinstance(arg, str)]
+        choices = (*given, *spec.defaults[len(given) :])
+        x = tensors[0]
         assert x is not None
         if not self.can_run(x):
-            result: Any = spec.reference(*tensors)
+            result: Any = spec.reference(*spec.joined(self._filled(spec, tensors), choices))
             return result
         # A bucket's size may be a symbol by now; Python needs it as a number: a graph a bucket.
         tokens = len(range(x.shape[0]))
-        given = [(tensor, place in spec.activations) for place, tensor in enumerate(tensors)]
-        widths = tuple([t.shape[1] if is_x and t is not None else None for t, is_x in given])
-        shapes = tuple(
-            [None if is_x or t is None else (t.shape[0], t.shape[1]) for t, is_x in given]
+        known = tuple(
+            [
+                None
+                if t is None
+                else (tuple(t.shape[1:] if place in spec.activations else t.shape), t.dtype)
+                for place, t in enumerate(tensors)
+            ]
         )
-        missing = (None,) * (len(spec.tensors) - len(tensors))
-        parts = planned(op, tokens, widths, shapes, x.dtype)
+        parts = planned(op, tokens, known, choices)
         results: list[Tensor] = []
         start = 0
         for part in parts:
             own = slice(start, start + part.tokens)
             operands = [
-                (t if len(parts) == 1 else t[own]).contiguous() if is_x and t is not None else t
-                for t, is_x in given
+                (t if len(parts) == 1 else t[own]).contiguous()
+                if place in spec.activations and t is not None
+                else t
+                for place, t in enumerate(self._filled(spec, tensors))
             ]
             arguments = dict(zip(part.names, part.values, strict=True))
-            results.append(self.callers[part.kernel](*operands, *missing, **arguments))
+            results.append(self.callers[part.kernel](*operands, **arguments))
             start = own.stop
         return results[0] if len(results) == 1 else torch.cat(results)
+
+    @staticmethod
+    def _filled(spec: OpSpec, tensors: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+        return (*tensors, *(None,) * (len(spec.tensors) - len(tensors)))
 
 
 @torch.compiler.assume_constant_result
 def planned(
     op: str,
     tokens: int,
-    widths: tuple[int | None, ...],
-    shapes: tuple[tuple[int, int] | None, ...],
-    dtype: torch.dtype,
+    operands: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...],
+    choices: tuple[Any, ...],
 ) -> tuple[PlannedLaunch, ...]:
     """The launches of an op on so many tokens.
 
     Args:
         op: its name.
         tokens: M.
-        widths: columns of each of the first operands that is an activation `[M, K]`, else None.
-        shapes: of each that is a matrix of weights, else None.
-        dtype: of all.
+        operands: shape, of an activation `[M, K]` without M, and dtype of each of the first ones.
+        choices: the op's options.
     """
     spec = SPECS[op]
-    sizes = [
-        (tokens, width) if width is not None else shape
-        for width, shape in zip(widths, shapes, strict=True)
+    known = [
+        None
+        if given is None
+        else torch.empty(
+            (tokens, *given[0]) if place in spec.activations else given[0],
+            dtype=given[1],
+            device="meta",
+        )
+        for place, given in enumerate(operands)
     ]
-    known = [None if s is None else torch.empty(s, dtype=dtype, device="meta") for s in sizes]
     tensors = (*known, *(None,) * (len(spec.tensors) - len(known)))
-    launch = launch_here(spec, tensors, spec.defaults)
+    launch = launch_here(spec, tensors, choices)
     assert launch is not None, "the engine's buckets are not empty"
     parts = launch.plan.launches
     launches = [launch.part(size) for size in parts] if len(parts) > 1 else [launch]

@@ -6,37 +6,63 @@ among the ranks between blocks ("sequence parallelism", its design document on t
 there the ranks gather the second factor instead, whose size does not grow with the tokens.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.compress.report import LayerReport
+from neuronmm_ops.engines.members import DenseMember, Member, Pair
+from neuronmm_ops.engines.places import ColumnSection, Shard
+from neuronmm_ops.engines.products import can_be_whole, middle, row, whole_mlp
 from neuronmm_ops.engines.vllm_neuron.engine import GroupCoordinator
 from neuronmm_ops.engines.vllm_neuron.launch import Kernels
-from neuronmm_ops.engines.vllm_neuron.weights import Projection
-from neuronmm_ops.parallel.sharding import part_width
+from neuronmm_ops.engines.vllm_neuron.weights import set_loaders
+from neuronmm_ops.parallel.sharding import Kind
 
 
-def expand(
-    kernels: Kernels, group: GroupCoordinator, h: Tensor, v: Tensor, N: int, is_prefill: bool
-) -> Tensor:
-    """Multiply a row layer's summed `x @ u` by the second factor.
+class NeuronRanks(NamedTuple):
+    """The engine's ranks: in prefill each has its own tokens between blocks."""
 
-    Args:
-        kernels: run the product.
-        group: the ranks.
-        h: `[M, r]`; in prefill this rank's tokens, else all, the same on every rank.
-        v: this rank's columns of `[r, N]`.
-        N: columns of all ranks, without those of zeros.
-        is_prefill: whether ranks divide the tokens.
+    group: GroupCoordinator
+    own_tokens: bool
 
-    Returns:
-        `[M, N]` of the tokens of h.
-    """
-    if group.world_size == 1:
-        return kernels.run("xw", h, v)
-    if is_prefill:
-        return kernels.run("xw", h, group.all_gather(v, dim=1)[:, :N].contiguous())
-    return group.all_gather(kernels.run("xw", h, v), dim=1)[:, :N]
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return self.group.world_size
+
+    def gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Concatenate the ranks' tensors."""
+        return self.group.all_gather(x, dim=dim)
+
+    def add(self, x: Tensor) -> Tensor:
+        """Add the ranks' tensors; each is given its tokens of the sum, or all."""
+        if self.size == 1:
+            return x
+        return self.group.reduce_scatter(x, dim=0) if self.own_tokens else self.group.all_reduce(x)
+
+
+class NeuronPair(Pair):
+    """A pair whose factors lie as the kernels read them."""
+
+    along_contraction = False
+
+
+class NeuronDense(DenseMember):
+    """A dense layer of a block with pairs, likewise."""
+
+    along_contraction = False
+
+
+class LowRankOutput(NeuronPair):
+    """Attention's output: v alone, for its u is attention's own `o_proj_weight`."""
+
+    group: GroupCoordinator
+
+    def forward(self, h: Tensor, is_prefill: bool) -> Tensor:
+        """Map the summed `[M, r]` to `[M, N]` of the tokens of h."""
+        return row(self, h, NeuronRanks(self.group, is_prefill), None)
 
 
 class LowRankMLP(nn.Module):
@@ -59,42 +85,37 @@ class LowRankMLP(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        tp = group.world_size
-        self.gate_proj = Projection(gate, "column", tp, dtype)
-        self.up_proj = Projection(up, "column", tp, dtype)
-        self.down_proj = Projection(down, "row", tp, dtype)
-        self.group, self.kernels = group, kernels
+        self.gate_proj = member_for(gate, "column", group, kernels, dtype)
+        self.up_proj = member_for(up, "column", group, kernels, dtype)
+        self.down_proj = member_for(down, "row", group, kernels, dtype)
+        self.group = group
 
     def forward(self, hidden_states: Tensor, is_prefill: bool) -> Tensor:
         """Map `[M, K]` to `[M, K]`: in prefill the rank's own tokens, else all tokens."""
-        group, down, run = self.group, self.down_proj, self.kernels.run
-        gate, up, tp = self.gate_proj, self.up_proj, group.world_size
-        if tp == 1 and gate.is_low_rank and up.is_low_rank and down.is_low_rank:
-            return run("svd_mlp", hidden_states, gate.u, gate.v, up.u, up.v, down.u, down.v)
-        x = group.all_gather(hidden_states, dim=0) if is_prefill and tp > 1 else hidden_states
-        given, given_up = self._inputs(x)
-        w_gate = gate.v if gate.is_low_rank else gate.weight
-        w_up = up.v if up.is_low_rank else up.weight
-        w_down = down.u if down.is_low_rank else down.weight
-        y = run("mlp", given, w_gate, w_up, w_down, given_up)
-        if tp > 1:
-            y = group.reduce_scatter(y, dim=0) if is_prefill else group.all_reduce(y)
-        if not down.is_low_rank:
-            return y
-        return expand(self.kernels, group, y, down.v, down.N, is_prefill)
+        ranks = NeuronRanks(self.group, is_prefill)
+        members = (self.gate_proj, self.up_proj, self.down_proj)
+        if ranks.size == 1 and can_be_whole(members):
+            return whole_mlp(hidden_states, *members, "silu")
+        divided = ranks.own_tokens and ranks.size > 1
+        x = ranks.gather(hidden_states, 0) if divided else hidden_states
+        total = ranks.add(middle(x, *members, ranks, "silu"))
+        return row(self.down_proj, total, ranks, None)
 
-    def _inputs(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What gate and up multiply: x, or its product with u of all ranks, in one gather."""
-        tp, pair = self.group.world_size, (self.gate_proj, self.up_proj)
-        low = [p for p in pair if p.is_low_rank]
-        if not low:
-            return x, None
-        made = [self.kernels.run("xw", x, p.u) for p in low]
-        if tp > 1:
-            # Side by side, rank by rank: [M, tp, sum of widths].
-            whole = self.group.all_gather(torch.cat(made, dim=1), dim=1).unflatten(1, (tp, -1))
-            widths = [part_width(p.r or 0, tp) for p in low]
-            made = [h.flatten(1) for h in whole.split(widths, dim=2)]
-        if len(low) == 1:
-            return (made[0], x) if pair[0].is_low_rank else (x, made[0])
-        return made[0], made[1]
+
+def member_for(
+    layer: LayerReport,
+    kind: Kind,
+    group: GroupCoordinator,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    made: Any = None,
+) -> Any:
+    """Return a rank's part of a layer, which the engine loads from the tensors of its names."""
+    tp = group.world_size
+    place = Shard(kind, "both" if tp > 1 else "one", 0, tp)
+    sections = [ColumnSection(layer.N, tp if kind == "column" else 1)]
+    made = made or (NeuronDense if layer.r is None else NeuronPair)
+    member: Member = made(layer, place, sections, dtype)
+    member.run = kernels.run
+    set_loaders(member)
+    return member

@@ -4,8 +4,8 @@ Queries, keys and values are multiplied out on loading: the engine's decode kern
 dense matrix, inside of attention. All other layers stay low rank.
 """
 
-import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,42 +13,18 @@ from torch import Tensor, nn
 
 from neuronmm_ops.checkpoint import TensorHeader
 from neuronmm_ops.compress.report import LayerReport
+from neuronmm_ops.engines.places import COLUMNS, ROWS, name_in_model
 from neuronmm_ops.engines.vllm_neuron.engine import GroupCoordinator, Slice, set_loader
 from neuronmm_ops.engines.vllm_neuron.launch import Kernels
-from neuronmm_ops.engines.vllm_neuron.layers import LowRankMLP, expand
-from neuronmm_ops.engines.vllm_neuron.weights import Files, divided, parameter
+from neuronmm_ops.engines.vllm_neuron.layers import LowRankMLP, LowRankOutput, member_for
+from neuronmm_ops.engines.vllm_neuron.weights import Files, parameter
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.ops.backends.launch import DTYPE_NAMES
-from neuronmm_ops.parallel.sharding import pair_dims, part, part_width
+from neuronmm_ops.parallel.sharding import part, part_width
 
-MLP = ("gate_proj", "up_proj", "down_proj")
-QKV = ("q_proj", "k_proj", "v_proj")
-OUTPUT = "o_proj"
-_LAYER = re.compile(r"model\.layers\.\d+\.(?:mlp\.(?:gate|up|down)|self_attn\.[qkvo])_proj")
-"""The layers that this file puts in; the engine's names are those of Transformers."""
 _EVEN = 2
 """The engine's output kernel divides its columns between the cores of a logical one."""
 Layers = Mapping[str, LayerReport]
-
-
-class LowRankOutput(nn.Module):
-    """The second factor of attention's output; the first is attention's own `o_proj_weight`."""
-
-    def __init__(
-        self,
-        layer: LayerReport,
-        r: int,
-        group: GroupCoordinator,
-        kernels: Kernels,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__()
-        self.N, self.group, self.kernels = layer.N, group, kernels
-        self.v = divided((r, layer.N), pair_dims("row", "both")["v"], group.world_size, dtype)
-
-    def forward(self, h: Tensor, is_prefill: bool) -> Tensor:
-        """Map the summed `[M, r]` to `[M, N]`."""
-        return expand(self.kernels, self.group, h, self.v, self.N, is_prefill)
 
 
 def put_low_rank_(
@@ -73,12 +49,13 @@ def put_low_rank_(
             of a NeuronCore's.
     """
     for layer in layers.values():
-        if layer.r is not None and not _LAYER.fullmatch(layer.name):
+        name = name_in_model(layer, "vLLM-Neuron")
+        if name is None and layer.is_replaced:
             raise CheckpointError(
-                f"{layer.name} must be dense in vLLM-Neuron, got r = {layer.r}; low rank is served "
-                "in attention and the MLP of a decoder block"
+                f"{layer.name} must be as it was in vLLM-Neuron, got it in {layer.storage}; "
+                "compress again without --head-storage"
             )
-        if layer.r is not None and f"{layer.name}.bias" in headers:
+        if layer.is_replaced and f"{layer.name}.bias" in headers:
             raise CheckpointError(
                 f"{layer.name} must have no bias in vLLM-Neuron, the file has {layer.name}.bias"
             )
@@ -91,17 +68,17 @@ def put_low_rank_(
         )
     for index, block in enumerate(blocks):
         at = _Block(f"model.layers.{index}", layers, headers)
-        mlp = [at.layer(f"mlp.{name}") for name in MLP]
-        if any(layer.r is not None for layer in mlp):
+        mlp = [at.layer(f"mlp.{name}") for name in (*COLUMNS["mlp"], ROWS["mlp"])]
+        if any(layer.is_replaced for layer in mlp):
             block.mlp = LowRankMLP(mlp[0], mlp[1], mlp[2], group, kernels, dtype)
         else:
             # The engine's own MLP would drop the columns that are left.
             part(mlp[0].N, 0, group.world_size, "intermediate_size of a dense MLP")
-        qkv = [at.layer(f"self_attn.{name}") for name in QKV]
-        if any(layer.r is not None for layer in qkv):
+        qkv = [at.layer(f"self_attn.{name}") for name in COLUMNS["self_attn"]]
+        if any(layer.is_replaced for layer in qkv):
             _multiply_out(block.self_attn, qkv, at.files, group.world_size)
-        output = at.layer(f"self_attn.{OUTPUT}")
-        if output.r is not None:
+        output = at.layer(f"self_attn.{ROWS['self_attn']}")
+        if output.is_replaced:
             metadata = f"layers.{index}.self_attn"
             _divide_output(block.self_attn, metadata, output, at.files, group, kernels, dtype)
 
@@ -154,18 +131,31 @@ def _divide_output(
     kernels: Kernels,
     dtype: torch.dtype,
 ) -> None:
-    """Have attention end with the first factor, and multiply by the second after its reduction."""
-    assert layer.r is not None
-    tp, dims = group.world_size, pair_dims("row", "both")
-    assert dims["u"] is not None
-    width = _EVEN * part_width(layer.r, _EVEN)
-    size, u_dim = (part_width(layer.K, tp), width), dims["u"]
+    """Have attention end with the first factor, and multiply by the second after its reduction.
+
+    The engine's kernel multiplies by the first one in the model's dtype, and by a dense matrix.
+    """
+    tp = group.world_size
+    rows = part_width(layer.K, tp)
+    width = layer.N if layer.r is None else _EVEN * part_width(layer.r, _EVEN)
 
     def read(slices: list[Slice], rank: int) -> Tensor:
-        return files.part(f"{layer.name}.u", u_dim, rank, tp, size)
+        own = part(layer.K, rank, tp, f"rows of {layer.name}", padded=True)
+        every = slice(None)
+        found = files.columns(layer, every) if layer.r is None else files.matrix(layer, 0, every)
+        made = found.new_zeros(rows, width)
+        made[: own.stop - own.start, : found.shape[1]] = found[own]
+        return made.to(dtype)
 
-    attention.o_proj_weight = parameter(size, dtype, read)
-    attention.o_proj = LowRankOutput(layer, width, group, kernels, dtype)
+    attention.o_proj_weight = parameter((rows, width), dtype, read)
+    if layer.r is None:
+        return
+    output = member_for(replace(layer, r=width), "row", group, kernels, dtype, LowRankOutput)
+    output.group = group
+    for key in ("u", "u_scale"):
+        setattr(output, key, None)
+        output.shapes.pop(key, None)
+    attention.o_proj = output
 
     def expand_output(module: Any, args: Any, kwargs: dict[str, Any], h: Tensor) -> Tensor:
         own = kwargs["attn_metadata"][metadata]

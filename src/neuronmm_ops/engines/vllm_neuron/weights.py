@@ -10,106 +10,35 @@ from collections.abc import Mapping
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from neuronmm_ops.checkpoint import TensorHeader
 from neuronmm_ops.compress.report import LayerReport
+from neuronmm_ops.engines.members import STORED, Member
 from neuronmm_ops.engines.vllm_neuron.engine import Slice, Transform, set_loader
-from neuronmm_ops.parallel.sharding import Kind, pair_dims, part, part_width
-
-_DENSE_DIM = {"column": 1, "row": 0}
-"""In which dimension of a dense weight `[K, N]` ranks divide it."""
+from neuronmm_ops.storages import FACTORS, SCALES, dequantized
 
 
-def parameter(shape: tuple[int, int], dtype: torch.dtype, transform: Transform) -> nn.Parameter:
+def parameter(shape: tuple[int, ...], dtype: torch.dtype, transform: Transform) -> nn.Parameter:
     """Return an empty parameter that the engine fills by a transform."""
     made = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
     set_loader(made, transform)
     return made
 
 
-def divided(
-    shape: tuple[int, int],
-    dim: int | None,
-    tp: int,
-    dtype: torch.dtype,
-    *,
-    transposed: bool = False,
-) -> nn.Parameter:
-    """Return a rank's part of a matrix, which the engine reads from the tensor of its name.
+def set_loaders(member: Member) -> None:
+    """Have the engine fill a member's parameters with its rank's parts of the tensors."""
 
-    Args:
-        shape: of the whole; larger than the file's where zeros are to be added.
-        dim: in which ranks divide it.
-        tp: ranks.
-        dtype: of the parameter.
-        transposed: whether the file has `[N, K]`.
-    """
-    assert dim is not None
-    size = (
-        (part_width(shape[0], tp), shape[1]) if dim == 0 else (shape[0], part_width(shape[1], tp))
-    )
+    def transform(key: str) -> Transform:
+        def read(slices: list[Slice], rank: int) -> Tensor:
+            (view,) = slices
+            part = member.cut(key, view, rank)
+            return part.t() if key == "weight" else part
 
-    def read(slices: list[Slice], rank: int) -> Tensor:
-        (view,) = slices
-        return read_part(view, dim, rank, tp, size, transposed=transposed)
+        return read
 
-    return parameter(size, dtype, read)
-
-
-class Projection(nn.Module):
-    """A rank's part of a linear layer: `u` and `v`, or `weight` `[K, N]` where it stays dense.
-
-    Args:
-        layer: what the checkpoint's record says of it.
-        kind: `column` or `row`; ranks divide both factors.
-        tp: ranks.
-        dtype: of the parameters.
-    """
-
-    def __init__(self, layer: LayerReport, kind: Kind, tp: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.K, self.N, self.r = layer.K, layer.N, layer.r
-        if layer.r is None:
-            dim = _DENSE_DIM[kind]
-            self.weight = divided((layer.K, layer.N), dim, tp, dtype, transposed=True)
-            return
-        dims = pair_dims(kind, "both")
-        # x @ u of all ranks has zero columns where tp does not divide r: so has v zero rows.
-        rows = tp * part_width(layer.r, tp) if kind == "column" else layer.r
-        self.u = divided((layer.K, layer.r), dims["u"], tp, dtype)
-        self.v = divided((rows, layer.N), dims["v"], tp, dtype)
-
-    @property
-    def is_low_rank(self) -> bool:
-        """Whether it has factors."""
-        return self.r is not None
-
-
-def read_part(
-    view: Slice, dim: int, rank: int, tp: int, size: tuple[int, int], *, transposed: bool = False
-) -> Tensor:
-    """Read a rank's part of a matrix, filled up with zeros to a size.
-
-    Args:
-        view: the tensor in its file.
-        dim: of the parameter in which ranks divide it.
-        rank: of this process.
-        tp: ranks.
-        size: of the part.
-        transposed: whether the file has `[N, K]`.
-    """
-    stored_dim = 1 - dim if transposed else dim
-    own = part(view.get_shape()[stored_dim], rank, tp, "the tensor", padded=True)
-    # An empty slice of a file is an error: a rank without a column reads one and drops it.
-    empty = own.start == own.stop
-    index = [slice(None), slice(None)]
-    index[stored_dim] = slice(0, 1) if empty else own
-    found = view[tuple(index)]
-    if empty:
-        found = found.narrow(stored_dim, 0, 0)
-    found = found.t() if transposed else found
-    return pad(found, (0, size[1] - found.shape[1], 0, size[0] - found.shape[0]))
+    for key in member.shapes:
+        own = getattr(member, key)
+        setattr(member, key, parameter(tuple(own.shape), own.dtype, transform(key)))
 
 
 class Files:
@@ -118,18 +47,25 @@ class Files:
     def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
         self.headers = headers
 
-    def part(self, name: str, dim: int, rank: int, tp: int, size: tuple[int, int]) -> Tensor:
-        """Read a rank's part of a matrix, as `read_part`."""
-        with safe_open(self.headers[name].file, framework="pt") as file:
-            return read_part(file.get_slice(name), dim, rank, tp, size)
-
     def columns(self, layer: LayerReport, own: slice) -> Tensor:
         """Return columns of a layer's matrix `[K, N]` in fp32; of a low-rank one, of u @ v."""
-        if layer.r is None:
-            return self._read(f"{layer.name}.weight", (own, slice(None))).t().float()
-        u = self._read(f"{layer.name}.u", (slice(None), slice(None)))
-        return u.float() @ self._read(f"{layer.name}.v", (slice(None), own)).float()
+        if layer.r is not None:
+            return self.matrix(layer, 0, slice(None)) @ self.matrix(layer, 1, own)
+        if layer.storage is not None:
+            return self._stored(layer.name, *STORED, own)
+        return self._read(f"{layer.name}.weight", (own, slice(None))).t().float()
 
-    def _read(self, name: str, index: tuple[slice, slice]) -> Tensor:
+    def matrix(self, layer: LayerReport, index: int, own: slice) -> Tensor:
+        """Return columns of the first factor or the second, in fp32."""
+        return self._stored(layer.name, FACTORS[index], SCALES[index], own)
+
+    def _stored(self, name: str, key: str, scale: str, own: slice) -> Tensor:
+        found = self._read(f"{name}.{key}", (slice(None), own))
+        if f"{name}.{scale}" not in self.headers:
+            return found.float()
+        scales = self._read(f"{name}.{scale}", (slice(None),))[..., own]
+        return dequantized(found, scales, torch.float32)
+
+    def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         with safe_open(self.headers[name].file, framework="pt") as file:
             return file.get_slice(name)[index]
