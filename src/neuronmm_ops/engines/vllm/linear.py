@@ -2,6 +2,7 @@
 
 # vLLM is not installed where types are checked.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
 import weakref
 from collections.abc import Callable, Sequence
