@@ -418,3 +418,13 @@ def test_a_view_keeps_the_values_of_its_tensor():
 
     x = np.arange(16, dtype=np.float32).reshape(4, 4)
     assert (nc.simulate(kernel, x, target="trn2").outputs == x).all()
+
+
+def test_a_storage_alone_keeps_no_values():
+    def kernel(x):
+        storage = nl.ndarray((4, 8), nl.float32).storage
+        nisa.dma_copy(nl.NkiTensor((4, 8), nl.float32, storage), x)
+        return x
+
+    with pytest.raises(nc.NkiValidationError, match=r"has lost its values; keep its tensor.*py:"):
+        nc.simulate(kernel, data((4, 8)), target="trn2")

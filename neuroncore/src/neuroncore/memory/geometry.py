@@ -12,6 +12,7 @@ from operator import mul
 
 import numpy as np
 
+from neuroncore.checks.base import refuse
 from neuroncore.dtypes import DType
 from neuroncore.memory.storage import Box, Layout, Storage
 
@@ -97,7 +98,8 @@ class Geometry:
     def array(self, storage: Storage, extra: int = 0) -> np.ndarray:
         """The view as a NumPy array on the storage's memory, `extra` elements further on."""
         data = storage.data
-        assert data is not None, "no tensor holds the storage's values"
+        if data is None:
+            refuse(f"{storage.describe()} has lost its values; keep its tensor, or a view of it")
         dtype = storage.store if self.dtype is self.layout.dtype else self.dtype.numpy
         size = dtype.itemsize
         strides = tuple([s * size for s in self.strides])
