@@ -17,12 +17,24 @@ from typing import Any
 
 _REFUSED = (
     *("socket.", "subprocess.", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.system"),
-    *("os.kill", "os.chmod", "os.chown", "os.link", "os.mkdir", "os.remove", "os.rename"),
-    *("os.rmdir", "os.symlink", "os.truncate", "os.chdir", "shutil.", "tempfile.", "signal."),
-    *("resource.", "gc.get_", "ctypes.", "mmap.", "fcntl.", "pty.", "sys.addaudithook"),
+    *(
+        "os.kill",
+        "os.ch",
+        "os.link",
+        "os.mkdir",
+        "os.remove",
+        "os.rename",
+        "os.rmdir",
+        "os.symlink",
+    ),
+    *("os.truncate", "os.utime", "os.setxattr", "shutil.", "tempfile.", "signal.", "resource."),
+    *("gc.get_", "ctypes.", "mmap.", "fcntl.", "pty.", "sqlite3.", "sys.addaudithook"),
     "cpython.PyInterpreterState_New",
 )
 """Beginnings of the names of audit events (PEP 578) that a kernel has no use for."""
+_MODULES = ("_posixsubprocess", "posix", "_posixshmem", "_multiprocessing", "_dbm", "_gdbm")
+_SILENT = ("fork_exec", "_fork_exec", "mkfifo", "mknod")
+"""Modules that can do what no event names, and what imported ones can."""
 _READS = {"open", "os.listdir", "os.scandir", "ctypes.dlopen"}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _MORE_THREADS = 64
@@ -38,6 +50,7 @@ def audit(readable: tuple[str, ...]) -> Callable[[str, tuple[Any, ...]], None]:
     What it needs is in its cells: a traceback shows the submission the names of this module.
     """
     beginnings, reads, writes, problem = _REFUSED, _READS, _WRITES, RefusedError
+    modules, missing = _MODULES, ImportError
     real, decode, code = os.path.realpath, os.fsdecode, ("object.__setattr__", ("__code__",))
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -48,6 +61,8 @@ def audit(readable: tuple[str, ...]) -> Callable[[str, tuple[Any, ...]], None]:
             name = real(decode(path or "."))
             if flags & writes or not f"{name}/".startswith(readable):
                 raise problem(f"opens {name:.200}: it may read its libraries and write nothing")
+        elif event == "import" and args[0] in modules:
+            raise missing(f"{args[0]} is not for kernels: they use nothing but their core")
         elif event.startswith(beginnings) or (event, args[1:2]) == code:
             raise problem(f"does {event}: it may use nothing of this machine but its core")
 
@@ -98,6 +113,7 @@ def _answerer(request: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, A
     import _posixsubprocess
     import ctypes
     import linecache
+    import posix
     import subprocess
     import types
     import warnings
@@ -123,9 +139,9 @@ def _answerer(request: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, A
     linecache.cache[str(place.path)] = len(source), None, source.splitlines(True), str(place.path)
     # Functions of C libraries that the simulator looks up late, and the hook refuses.
     _ = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    for each in (_posixsubprocess, subprocess):  # no audit event names it
-        each.__dict__.pop("fork_exec", None)
-        each.__dict__.pop("_fork_exec", None)
+    for each in (os, posix, subprocess, _posixsubprocess):
+        for name in _SILENT:
+            each.__dict__.pop(name, None)
     blas = kernels._blas()  # pyright: ignore[reportPrivateUsage]
     kernels._blas_of = lambda modules: blas  # pyright: ignore
     kernels.run(kernels.Kernel(lambda: None), (), {}, settings)
