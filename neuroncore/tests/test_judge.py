@@ -177,6 +177,9 @@ def test_a_finding_of_lint_is_a_broken_rule(tmp_path):
         ("open('out.txt', 'w')", "write nothing"),
         ("import pathlib; pathlib.Path('/proc/self/environ').read_text()", "it may read its lib"),
         ("import os; os.listdir('/')", "it may read its libraries"),
+        ("import os; open(os.path.dirname(os.__file__) + '/../' * 9 + 'etc/passwd')", "may read"),
+        ("import os, sys\nm = sys.modules['__main__']\nm._REFUSED, m._READS = (), ()\n"
+         "os.path.realpath = os.fsdecode = str\nopen('/etc/passwd')", "it may read its libraries"),
         ("import os; os.fork()", "os.fork"),
         ("import os\nwhile True:\n    os.fork()", "os.fork"),
         ("import subprocess; subprocess.run(['true'])", "subprocess.Popen"),
@@ -422,3 +425,31 @@ def add(x, y):
     return out
 """
     assert judged(tmp_path, HEAD + source, task=task)["problem"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "code"),
+    [
+        ("KernelTask('a', 1, '', abs, {'x': 'M Q'}, ('M=1 fp32',))", "task a: case 'M=1 fp32'", 1),
+        ("KernelTask('a', 1, '', abs, {'x': 'M'}, ('M=1',))", "its last word is no dtype", 1),
+        ("raise NameError('what')", "NameError: what [task.py:2]", 1),
+        ("KernelTask('a', 1, '', lambda x, y: x @ y, SHORT, ('M=128 N=64 fp32',))", "task.py:2", 1),
+        ("None", "makes the tasks none", 2),
+    ],
+)  # fmt: skip
+def test_mistakes_of_a_task_file_are_one_line(run, tmp_path, text, told, code):
+    task = tmp_path / "task.py"
+    head = "from neuroncore.judge.task import KernelTask; SHORT = {'x': 'M N', 'y': 'M N'}\n"
+    task.write_text(head + (text if "raise" in text else f"mine = {text}") + "\n")
+    (tmp_path / "kernel.py").write_text(HEAD + ADD)
+    outcome = run("judge", str(task), str(tmp_path / "kernel.py"))
+    assert (outcome.code, outcome.out) == (code, "")
+    assert told in outcome.err
+    assert len(outcome.err.splitlines()) == 1
+
+
+def test_a_file_that_is_no_text_is_named(run, tmp_path):
+    (tmp_path / "kernel.py").write_bytes(b"\xff\xfe")
+    outcome = run("judge", "add", str(tmp_path / "kernel.py"))
+    assert outcome.code == 2
+    assert "kernel.py is no text" in outcome.err

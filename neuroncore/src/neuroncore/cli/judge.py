@@ -53,6 +53,7 @@ def add(commands: Any) -> None:
 
 def _judge(options: argparse.Namespace) -> dict[str, Any]:
     from neuroncore import Budget
+    from neuroncore.cli.files import reported
     from neuroncore.judge.judging import judge
 
     target = resolve_target(options.target).target
@@ -63,7 +64,9 @@ def _judge(options: argparse.Namespace) -> dict[str, Any]:
     if options.seed < 0:
         raise ValueError(f"--seed must not be negative, got {options.seed}")
     limits = Budget(options.max_instructions, options.max_seconds, options.max_bytes)
-    return judge(_task(options.task), _submission(options.kernel), target, options.seed, limits)
+    with reported(Path(options.task)):  # the task may be a file of the user's
+        task, submission = _task(options.task), _submission(options.kernel)
+        return judge(task, submission, target, options.seed, limits)
 
 
 def _tasks(target: str) -> dict[str, Any]:

@@ -50,17 +50,19 @@ def audit(readable: tuple[str, ...]) -> Callable[[str, tuple[Any, ...]], None]:
     What it needs is in its cells: a traceback shows the submission the names of this module.
     """
     beginnings, reads, writes, problem = _REFUSED, _READS, _WRITES, RefusedError
-    modules, missing = _MODULES, ImportError
-    real, decode, code = os.path.realpath, os.fsdecode, ("object.__setattr__", ("__code__",))
+    modules, missing, text, number = _MODULES, ImportError, str, int
+    code = ("object.__setattr__", ("__code__",))
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event in reads:
             path, flags = args[0], args[-1] if event == "open" else 0
-            if event == "open" and path.__class__ is flags.__class__:  # open already, by number
+            if path.__class__ is number and event == "open":  # open already
                 return
-            name = real(decode(path or "."))
-            if flags & writes or not f"{name}/".startswith(readable):
-                raise problem(f"opens {name:.200}: it may read its libraries and write nothing")
+            known = (
+                path.__class__ is text and "/../" not in path and f"{path}/".startswith(readable)
+            )
+            if flags & writes or not known:
+                raise problem(f"opens {path!r:.200}: it may read its libraries and write nothing")
         elif event == "import" and args[0] in modules:
             raise missing(f"{args[0]} is not for kernels: they use nothing but their core")
         elif event.startswith(beginnings) or (event, args[1:2]) == code:
@@ -146,7 +148,8 @@ def _answerer(request: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, A
     kernels._blas_of = lambda modules: blas  # pyright: ignore
     kernels.run(kernels.Kernel(lambda: None), (), {}, settings)
     launched.clear()
-    sys.addaudithook(audit(tuple({f"{os.path.realpath(p)}/" for p in request["folders"]})))
+    folders = [*request["folders"], *map(os.path.realpath, request["folders"])]
+    sys.addaudithook(audit(tuple({f"{folder.rstrip('/')}/" for folder in folders})))
 
     def attempt(step: Callable[[], Any]) -> Any:
         try:

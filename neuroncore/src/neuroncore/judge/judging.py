@@ -61,8 +61,12 @@ def judge(
     Raises OSError or ValueError for a file that cannot be read.
     """
     cases = [TaskCase(text) for text in task.cases]
+    try:
+        source = read_document(submission.path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{submission.path.name} is no text: {error}") from error
     request = {
-        "file": submission.path.name, "source": read_document(submission.path),
+        "file": submission.path.name, "source": source,
         "name": submission.name, "target": target, "lnc": task.lnc, "ranks": task.ranks,
         "cases": [task.shapes(case) for case in cases], **asdict(limits),
     }  # fmt: skip

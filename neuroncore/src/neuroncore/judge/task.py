@@ -76,6 +76,15 @@ class KernelTask:
     lnc: int = 1
     ranks: int | None = None
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a case without a dtype, or without a dimension of an input."""
+        for case in map(TaskCase, self.cases):
+            try:
+                self.shapes(case)
+            except (KeyError, ValueError) as error:
+                problem = f"case {case.text!r} lacks {error}, or its last word is no dtype"
+                raise ValueError(f"task {self.name}: {problem}") from error
+
     def form(self, name: str, case: TaskCase) -> tuple[DType, tuple[int, ...], Values]:
         """Dtype, shape and values of an input."""
         dtype, _, words = self.inputs[name].rpartition(":")
