@@ -30,6 +30,14 @@ def test_generations_have_an_order():
         assert gen3 >= 3
 
 
+def test_names_that_the_documentation_lacks():
+    with noted("nl.range is taken as range"):
+        assert list(nl.range(1, 7, 3)) == [1, 4]
+    with noted("nl.bool is taken as nl.bool_"):
+        assert nl.bool is nl.bool_
+    assert not hasattr(nl, "arange")
+
+
 def test_jit_takes_options_of_the_compiler():
     with noted("debug_kernel has no effect"):
         kernel = nc.jit(debug_kernel=True, mode="auto")(lambda x: x)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from neuroncore import core as running
 from neuroncore import dtypes, hardware
-from neuroncore.checks.base import refuse
+from neuroncore.checks.base import note, refuse
 from neuroncore.isa.elementwise import memset
 from neuroncore.isa.register import VirtualRegister
 from neuroncore.loops import dynamic_range, fori_loop, while_loop
@@ -251,6 +252,18 @@ def _check_axis(axis: int) -> None:
 def program_ndim() -> int:
     """Dimensions of the launch grid: 1 with `kernel[2]`, else 0."""
     return 1 if running.active("nl.program_ndim").launch.lnc > 1 else 0
+
+
+_FORMER = {"range": ("range", affine_range), "bool": ("nl.bool_", bool_)}
+
+
+def __getattr__(name: str) -> Any:
+    """Names of public kernels that the documentation lacks, where their meaning is plain."""
+    if name not in _FORMER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    known, value = _FORMER[name]
+    note(f"nl.{name} is taken as {known}; the documentation of NKI 0.6 has no such name")
+    return value
 
 
 def device_print(print_prefix: str, tensor: NkiTensor) -> None:

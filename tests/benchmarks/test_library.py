@@ -1,0 +1,89 @@
+"""What others published, run from a shell: outcomes are told apart, and the table is kept."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import neuroncore as nc
+from benchmarks.library import plugin
+from neuroncore.dtypes import DTYPES, array_dtype
+
+ROOT = Path(__file__).parents[2]
+KERNEL = """\
+import nki, nki.isa as nisa, nki.language as nl, numpy as np
+@nki.jit
+def same(x):
+    tile = nl.ndarray((PARTITIONS, 4), x.dtype)
+    nisa.dma_copy(tile, x)
+    out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
+    nisa.dma_copy(out, tile)
+    return out
+x = np.ones((PARTITIONS, 4), np.float32)
+# SUBSTITUTE HERE
+print("NKI and NumPy", "match" if (same(x) == x + PLUS).all() else "differ")
+"""
+
+
+@pytest.mark.slow
+def test_outcomes_of_scripts_and_their_row(tmp_path):
+    clone = tmp_path / "published"
+    clone.mkdir()
+    scripts = {"right": (128, 0), "wrong": (128, 1), "refused": (256, 0)}
+    for name, (partitions, plus) in scripts.items():
+        text = f"PARTITIONS, PLUS = {partitions}, {plus}\n{KERNEL}"
+        (clone / f"{name}.py").write_text(text)
+    (clone / "other.py").write_text("raise KeyError('x')\n")
+    (clone / "solution.py").write_text("PLUS = 0\n")
+    empty = ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "c", "--allow-empty"]
+    for command in (["init", "-q"], empty):
+        subprocess.run(["git", "-C", str(clone), *command], check=True)
+    table = tmp_path / "table.json"
+    names = [*(f"{name}.py" for name in (*scripts, "other")), "wrong.py+solution.py"]
+    key = {"repository": "published", "target": "trn2"}
+    table.write_text(json.dumps([{**key, "paths": names}, {**key, "paths": ["a"]}]))
+    command = [sys.executable, "-m", "benchmarks.library", str(clone), "--scripts", *names]
+    command += ["--table", str(table)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr  # a value is wrong
+    before, row = json.loads(table.read_text())
+    assert before["paths"] == ["a"]
+    assert row["outcomes"] == {"right": 2, "wrong": 1, "refused": 1, "other": 1}
+    assert row["cases"] == 5
+    assert len(row["commit"]) == 40
+    why = {reason["outcome"]: reason["why"] for reason in row["reasons"]}
+    assert why["wrong"] == "NKI and NumPy differ"
+    assert "partition" in why["refused"]
+    assert why["other"].startswith("KeyError")
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn_x4", "float8_e5m2_x4", "float4_e2m1fn_x4"])
+def test_four_values_are_packed_as_the_simulator_reads_them(name):
+    kind = np.dtype(getattr(ml_dtypes, name.removesuffix("_x4")))
+    values = np.array([[0.5, 1, 1.5, -2, 3, 4, -6, 0]], np.float32)
+    packed = plugin.static_cast(values, array_dtype(DTYPES[name]))
+    assert packed.shape == (1, 2)
+    np.testing.assert_array_equal(plugin.static_cast(packed, np.float32), values)
+    bits = values.astype(kind).view(np.uint8).astype(np.uint64).reshape(2, 4)
+    width = 4 if "float4" in name else 8
+    words = sum(bits[:, i] << np.uint64(width * i) for i in range(4))
+    np.testing.assert_array_equal(packed.view(DTYPES[name].numpy)[0], words)
+
+
+def test_outcomes_of_tests(monkeypatch):
+    def outcome(error, stage="none"):
+        monkeypatch.setitem(plugin._run, "stage", stage)
+        return plugin._outcome(error)
+
+    assert outcome(None) == outcome(None, "values") == "right"
+    assert outcome(None, "reference") == "no values"
+    assert outcome(AssertionError("wrong values: ['out']"), "values") == "wrong"
+    assert outcome(nc.NkiValidationError("start partition 5")) == "refused"
+    assert outcome(nc.NkiValidationError("... or a larger budget (--max-seconds)")) == "too big"
+    assert outcome(AssertionError("[NCC_INKI016] H must be a multiple")) == "refused"
+    assert outcome(AssertionError("Test case was expected to fail, but it hasn't!")) == "accepted"
+    assert outcome(KeyError("x")) == "other"
