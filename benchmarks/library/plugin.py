@@ -189,7 +189,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     def late(*_: object) -> None:
         raise _LateError(f"longer than {seconds} CPU seconds")
 
-    seconds = item.config.getoption("--library-seconds")
+    seconds: int = item.config.option.library_seconds
     before = signal.signal(signal.SIGPROF, late)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     _run["stage"] = "none"
