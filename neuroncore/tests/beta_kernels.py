@@ -199,6 +199,22 @@ def plain(x):
     return out
 
 
+@nki.jit
+def begun(a, b):
+    """a.T @ b + 1 and 2 a.T @ b: sums that do not begin with a matmul, and one that does."""
+    out = nl.ndarray((2, a.shape[1], b.shape[1]), dtype=nl.float32, buffer=nl.shared_hbm)
+    left, right = nl.load(a), nl.load(b)
+    acc = nl.full((a.shape[1], b.shape[1]), 1.0, dtype=nl.float32, buffer=nl.psum)
+    acc += nisa.nc_matmul(left, right)
+    twice = nl.ndarray((a.shape[1], b.shape[1]), dtype=nl.float32, buffer=nl.psum)
+    for _ in nl.affine_range(1):
+        twice[...] = nisa.nc_matmul(left, right)
+        twice += nisa.nc_matmul(left, right)
+    nl.store(out[0], value=acc)
+    nl.store(out[1], value=twice)
+    return out
+
+
 def bare(x):
     return baremetal(artifacts_dir="debug")(plain)(x)
 '''

@@ -124,6 +124,7 @@ def test_other_calls():
     _agree("causal", -2 * kept, x, 7.0, tolerance=1e-5)
     q, k, v = _drawn(1, (24, 64), (24, 48), (48, 32))
     _agree("attended", q.T @ k @ v, q, k, v)
+    _agree("begun", np.stack([q.T @ k + 1, 2 * q.T @ k]), q, k)
     _agree("bare", np.minimum((x + 1) * 2, 3), x)
 
 
@@ -155,6 +156,7 @@ def test_what_is_not_rewritten_stays_as_it_is():
         ("rows = 3; nl.store(out[i_p, i_f], tile)", "stale-index"),
         ("y = [t for t in (1, 2)]", "comprehension"),
         ("nl.store(out, tile)", "output-parameter"),
+        ("y = nl.load(x[tile[i_p, 0], i_f])", "indirect"),
         ("from neuronxcc.nki.nope import other", "import"),
         ("from neuronxcc.nki.language import *", "import"),
     ],
@@ -181,6 +183,7 @@ def test_what_has_no_single_meaning_is_left_with_its_rule(line, rule):
         ("print(f'{nl.exp(tile)}')", "print(f'{tile_"),
         ("if rows:\n        j = nl.arange(3)\n    else:\n        j = nl.arange(4)\n    y = x[j, j]",
          "stale-index"),
+        ("def f(i):\n        return i + nl.program_id(0)\n    f(3)", "return i + program_0\n"),
         ("s = 'a\u2028\x0cb'\n    t = nl.load(x)  # here", "src=x)  # here\n"),
     ],
 )  # fmt: skip

@@ -204,6 +204,8 @@ class Tile:
         keys = list(key) if isinstance(key, tuple) else [key]
         keys = [k.axes[i] if isinstance(k, Grid) else k for i, k in enumerate(keys)]
         base = self.view()
+        if any(isinstance(k, Tile) for k in keys):
+            refuse(f"{base}: an index that is a tile is not interpreted; migrate it by hand")
         if not any(isinstance(k, Index) for k in keys):
             return Tile(base[tuple(keys)])
         dots = [i for i, k in enumerate(keys) if isinstance(k, EllipsisType)]

@@ -61,9 +61,10 @@ def _linted(text: str, path: str) -> str:
     for nki in LINES:
         sources = Sources(nki)
         for error in findings(sources, sources.add(path, text).kernels()):
+            if error.path != path or error.severity != "error":
+                continue
             first = starts.get(error.line, error.line)
-            is_marked = first > 1 and lines[first - 2].lstrip().startswith(MARK)
-            if error.path == path and error.severity == "error" and not is_marked:
+            if first < 2 or not lines[first - 2].lstrip().startswith(MARK):
                 found.add((first, error.rule))
     for number, rule in sorted(found, reverse=True):
         indent = re.match(r"[ \t]*", lines[number - 1])
@@ -234,7 +235,8 @@ class File:
         ):
             self.marked(node, "output-parameter")
         try:
-            self._grid(node, scope)
+            if outer.function is None:  # one inside of a kernel stands in its loops
+                self._grid(node, scope, is_kernel)
         except ByHandError as left:
             self.names.grids.discard(node.name)
             self.marked(node, str(left))
@@ -289,7 +291,7 @@ class File:
                 self.edits.append((*whole, ""))
         return has_jit
 
-    def _grid(self, node: FunctionNode, scope: Scope) -> None:
+    def _grid(self, node: FunctionNode, scope: Scope, is_kernel: bool) -> None:
         """Loops over the programs of a launch, from the first use of a program's place on."""
         uses = {f"{_NKI}.language.program_id", f"{_NKI}.language.num_programs"}
         calls = [
@@ -297,6 +299,9 @@ class File:
         ]
         if not calls:
             return
+        called = {getattr(n.func, "id", "") for n in ast.walk(self.tree) if isinstance(n, ast.Call)}
+        if node.name in called and not is_kernel:
+            raise ByHandError("grid")
         given = [n.args[0] if n.args else ast.Constant(0) for n in calls]
         if not all(isinstance(a, ast.Constant) for a in given):
             raise ByHandError("grid")
@@ -308,7 +313,12 @@ class File:
         if (
             any("shared_hbm" in ast.unparse(s) for s in rest)
             or any(inside[last:])
-            or any(isinstance(n, ast.Return) for s in rest for n in ast.walk(s))
+            or any(
+                isinstance(n, ast.Return)
+                for s in rest
+                if not isinstance(s, FunctionNode)
+                for n in [s, *_own(s)]
+            )
         ):
             raise ByHandError("grid")
         unit = self.indent(node.body[0].lineno).removeprefix(self.indent(node.lineno))
@@ -439,14 +449,19 @@ def _assigned(node: ast.AST) -> list[str]:
 
 
 def _sums(node: FunctionNode, names: Names) -> set[str]:
-    """Names that nothing but matmuls are added to."""
+    """Names into which nothing but matmuls is added or written."""
     found, others = set(), set()
     for n in ast.walk(node):
-        if isinstance(n, ast.AugAssign):
-            matmul = isinstance(n.value, ast.Call) and names.of(n.value.func).endswith(".nc_matmul")
-            target = n.target.value if isinstance(n.target, ast.Subscript) else n.target
-            if isinstance(target, ast.Name):
-                (found if matmul and isinstance(n.op, ast.Add) else others).add(target.id)
+        targets = n.targets if isinstance(n, ast.Assign) else [getattr(n, "target", None)]
+        if not isinstance(n, ast.Assign | ast.AugAssign):
+            continue
+        matmul = isinstance(n.value, ast.Call) and names.of(n.value.func).endswith(".nc_matmul")
+        for target in targets:
+            written = isinstance(target, ast.Subscript) or isinstance(n, ast.AugAssign)
+            name = target.value if isinstance(target, ast.Subscript) else target
+            if written and isinstance(name, ast.Name):
+                sums = matmul and isinstance(getattr(n, "op", None), ast.Add | None)
+                (found if sums else others).add(name.id)
     return found - others
 
 

@@ -246,12 +246,14 @@ class Scope:
         """base[keys]."""
         if base.base is not None:
             raise ByHandError("index-pattern")
-        base = replace(base, dtype=base.dtype_text())
         found = [k if isinstance(k, ast.Slice) else self.value(k) for k in keys]
         found = [
             k.parts[i] if isinstance(k, Value) and k.kind == "grid" else k
             for i, k in enumerate(found)
         ]
+        base = replace(base, dtype=base.dtype_text())
+        if any(isinstance(k, Value) and k.kind not in ("python", "index", "grid") for k in found):
+            raise ByHandError("indirect")
         if any(isinstance(k, Value) and k.kind == "index" for k in found):
             values = [k for k in found if isinstance(k, Value)]
             if len(values) < len(found):
@@ -498,6 +500,8 @@ class Scope:
         blocks = shape[:place] if shape and memory != "hbm" else ()
         tile = shape[len(blocks) :] if shape else None
         name = name or self.name("tile")
+        if value and value not in ("0", "0.0"):
+            self.sums.discard(name)
         sums = name in self.sums and memory == "psum"  # the first matmul overwrites PSUM
         call = "ndarray" if not value or sums else function if function != "zeros_like" else "zeros"
         shown = f"({', '.join(tile)}{',' * (len(tile) == 1)})" if tile else shown
@@ -751,7 +755,9 @@ class Scope:
     def into(self, target: Value, node: ast.expr, adding: bool = False) -> None:
         """target[...] = node, or with `adding` target[...] += node."""
         call = self.names.of(node.func) if isinstance(node, ast.Call) else ""
-        if isinstance(node, ast.Call) and call == f"{_NISA}.nc_matmul" and target.memory == "psum":
+        root = re.split(r"\W", target.base.text if target.base else target.text)[0]
+        in_psum = target.memory == "psum" and (root in self.sums or not adding)
+        if isinstance(node, ast.Call) and call == f"{_NISA}.nc_matmul" and in_psum:
             self._isa("nc_matmul", node, "", target)
             if not adding:  # whatever was there is overwritten
                 self.lines[-1] = f"{self.lines[-1][:-1]}, accumulate=False)"

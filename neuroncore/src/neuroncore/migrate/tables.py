@@ -36,6 +36,7 @@ BY_HAND = {
     "mask": ("mask= is no box of indices", "cut slices with min(), or use nisa.affine_select"),
     "index-pattern": ("no slice and no access pattern has this index", "write it with .ap()"),
     "broadcast": ("only a tile [P, 1] repeats in an instruction", "use broadcast() on a view"),
+    "indirect": ("an index is a tile", "gather by .ap(..., vector_offset=)"),
     "block-dimension": ("block dimensions became lists of tiles", "index every one by a number"),
     "result": ("the shape of this call's result is not known", "allocate it and pass dst="),
     "removed": ("this function was removed from NKI", "write it with nki.isa"),
