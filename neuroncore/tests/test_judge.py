@@ -49,6 +49,7 @@ def problem(tmp_path, source, **options):
     document = judged(tmp_path, source, **options)
     assert document["score"] == 0
     assert "\n" not in document["problem"]
+    assert {"refused", "wrong", "time_ms", "par_ms"} < set(document["cases"][0])
     json.dumps(document, allow_nan=False)
     return document["problem"]
 
@@ -453,3 +454,12 @@ def test_a_file_that_is_no_text_is_named(run, tmp_path):
     outcome = run("judge", "add", str(tmp_path / "kernel.py"))
     assert outcome.code == 2
     assert "kernel.py is no text" in outcome.err
+
+
+def test_outputs_of_zeros_are_right():
+    case = TaskCase("M=2 N=2 fp32")
+    zeros = np.zeros((2, 2), np.float32)
+    assert judging._compared(SHORT, case, [[zeros]], [[zeros]]) == (0.0, None)
+    share, wrong = judging._compared(SHORT, case, [[zeros + np.nan]], [[zeros]])
+    assert share is None
+    assert wrong == "output 0 has nan for 0 at [0, 0]"

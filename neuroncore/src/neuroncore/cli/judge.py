@@ -131,7 +131,7 @@ def _show(document: dict[str, Any]) -> None:
         show_table(columns, rows, left=columns[1:4])
         return
     for row in document["cases"]:
-        if "time_ms" not in row:
+        if row["time_ms"] is None:
             continue
         low, high = row["time_range_ms"]
         times = f"{_us([[low, row['time_ms'], high]])} us, range {1e3 * low:.4g}-{1e3 * high:.4g}"

@@ -44,6 +44,11 @@ LIMITS = Budget(instructions=100_000, seconds=60.0, bytes=4 << 30)
 """Of a submission: instructions for one case, wall and CPU seconds, bytes of address space."""
 _ANSWER_BYTES = 32 << 20
 _DIGITS = 6
+_ROW = (
+    *("refused", "wrong", "warnings", "error_share", "time_ms", "time_range_ms", "bound"),
+    *("what_would_help", "instructions", "hbm_bytes"),
+)
+"""What a document has of each case, None where the kernel did not run."""
 
 
 @cache
@@ -126,7 +131,7 @@ def _run(
     limits: Budget,
 ) -> dict[str, Any]:
     """Run a program on the values that it now gets; its row of the document."""
-    row: dict[str, Any] = {"refused": None, "wrong": None, "warnings": []}
+    row: dict[str, Any] = dict.fromkeys(_ROW)
     try:
         if "refused" in program:
             return {**row, "refused": one_line(program["refused"])}
@@ -143,8 +148,7 @@ def _run(
     except Exception as error:  # of what is no program: it may raise anything
         return {**row, "refused": one_line(f"no program: {type(error).__name__}: {error}")}
     outputs = done.outputs if task.ranks else (done.outputs,)
-    with np.errstate(all="ignore"):
-        error, wrong = _compared(task, case, outputs, task.expected(case, values))
+    error, wrong = _compared(task, case, outputs, task.expected(case, values))
     profile: Profile = done.profile
     low, high = profile.time_range_ms
     return {
@@ -155,6 +159,7 @@ def _run(
     }  # fmt: skip
 
 
+@np.errstate(all="ignore")
 def _compared(
     task: KernelTask, case: TaskCase, outputs: Any, expected: list[list[Any]]
 ) -> tuple[float | None, str | None]:
@@ -173,7 +178,7 @@ def _compared(
             size = np.abs(e) + np.sqrt(np.mean(np.square(e, dtype=np.float64)))
             limit = max(TOLERANCES[case.dtype], TOLERANCES.get(found, 0.0))
             allowed = limit * size if found.is_float else 0.5
-            share = float(np.max(difference / allowed))
+            share = float(np.max(np.where(difference == 0, 0.0, difference / allowed)))
             if not share <= 1:
                 at = np.unravel_index(np.argmax(np.nan_to_num(difference, nan=np.inf)), e.shape)
                 seen = f"{a[at]!s} for {e[at]:.6g} at {[int(n) for n in at]}"
