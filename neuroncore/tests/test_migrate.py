@@ -251,9 +251,7 @@ def test_bad_input_is_one_line(run, tmp_path, name, text, words):
 
 
 def test_a_wrong_value_is_a_failure(run, beta, monkeypatch):
-    monkeypatch.setattr(
-        "neuroncore.migrate.tables.OPERATORS", {"Sub": "subtract", "Div": "multiply"}
-    )
+    monkeypatch.setattr("neuroncore.legacy.names.OPERATORS", {"Sub": "subtract", "Div": "multiply"})
     outcome = run("migrate", beta, "--check", "--verify", "softmax", "--arg", "x=f32[64,32]")
     assert outcome.code == 1
     assert "values: output 0 is off by" in outcome.err.splitlines()[-1]

@@ -19,12 +19,12 @@ from typing import Any
 from neuroncore import core, isa, language
 from neuroncore.kernel import Kernel, RunSettings, run
 from neuroncore.legacy import calls
-from neuroncore.legacy.tiles import Grid, Index, ParDim, Tile
+from neuroncore.legacy.tiles import Index, IndexGrid, ParDim, Tile
 from neuroncore.memory.storage import MemoryRegion
 from neuroncore.memory.tensor import NkiTensor
 
 
-class Launch:
+class Programs:
     """The programs of a grid, one after the other; they share tensors in shared HBM."""
 
     def __init__(self, grid: tuple[int, ...]) -> None:
@@ -62,7 +62,7 @@ class LegacyKernel(Kernel):
 
         @functools.wraps(function)
         def launched(*args: Any, **kwargs: Any) -> Any:
-            launch = Launch(self.grid)
+            launch = Programs(self.grid)
             core.active("neuronxcc.nki").state["legacy"] = launch
             args = _changed(args, NkiTensor, Tile)
             kwargs = {n: _changed(v, NkiTensor, Tile) for n, v in kwargs.items()}
@@ -108,7 +108,7 @@ class _Names:
         return cls
 
 
-def _launch() -> Launch:
+def _launch() -> Programs:
     return core.active("nl.program_id").state["legacy"]
 
 
@@ -138,7 +138,7 @@ def _language() -> types.ModuleType:
         full=lambda shape, fill_value, dtype, **o: full(shape, dtype, value=fill_value, **o),
         zeros_like=lambda x, dtype=None, **o: full(x.shape, dtype or x.dtype, value=0, **o),
         arange=lambda n: Index(0, {-1: (1, n)}),
-        mgrid=type("mgrid", (), {"__getitem__": lambda _, key: Grid(key)})(),
+        mgrid=type("mgrid", (), {"__getitem__": lambda _, key: IndexGrid(key)})(),
         affine_range=_range, sequential_range=_range, static_range=_range,
         load=calls.load,
         store=calls.store,

@@ -14,25 +14,14 @@ from neuroncore import core as running
 from neuroncore import isa, language
 from neuroncore.checks.base import refuse
 from neuroncore.dtypes import DType, from_numpy
-from neuroncore.legacy.tiles import Blocks, Box, Index, Mask, ParDim, Tile
+from neuroncore.legacy.names import ON_DATA, SYNONYMS
+from neuroncore.legacy.tiles import Box, Index, Mask, ParDim, Tile, TileBlocks
 from neuroncore.memory.storage import MemoryRegion
 from neuroncore.memory.tensor import NkiTensor
 
 SBUF, PSUM = MemoryRegion.sbuf, MemoryRegion.psum
 _MOST = 5
 """Dimensions of an engine's access pattern, with the partition."""
-LIKE = {
-    "activation": "data", "activation_reduce": "data", "tensor_tensor": "data1",
-    "tensor_scalar": "data", "tensor_copy": "src", "reciprocal": "data",
-    "scalar_tensor_tensor": "data", "tensor_scalar_reduce": "data", "tensor_tensor_scan": "data0",
-    "range_select": "on_true_tile", "dropout": "data", "nc_stream_shuffle": "src",
-}  # fmt: skip
-"""Instructions whose result has the shape and dtype of an operand."""
-NUMPY = {
-    "max": "maximum", "amax": "maximum", "min": "minimum", "amin": "minimum", "sum": "add",
-    "prod": "multiply", "negative": "subtract", "absolute": "abs", "tile": "bypass",
-}  # fmt: skip
-"""Operators that the Beta dialect also takes by these names, and the functions of `nl`."""
 
 
 def dtype_of(given: Any) -> Any:
@@ -45,7 +34,7 @@ def op_of(op: Any) -> Any:
     if not callable(op):
         return op
     name: str = getattr(op, "__name__", "")
-    return getattr(language, NUMPY.get(name, name))
+    return getattr(language, SYNONYMS.get(name, name))
 
 
 def tile(shape: Any, dtype: Any, memory: MemoryRegion = SBUF) -> Tile:
@@ -70,7 +59,7 @@ def ndarray(
     if value is not None:
         for each in made:
             isa.memset(each.view(), value)
-    return Blocks(blocks, made) if blocks else made[0]
+    return TileBlocks(blocks, made) if blocks else made[0]
 
 
 def pieces(views: list[Any]) -> list[list[Any]]:
@@ -254,8 +243,8 @@ def iota(expr: Index, dtype: Any, **_: Any) -> Tile:
 
 def _result(name: str, given: dict[str, Any], dtype: Any) -> Tile:
     """A tile for what an instruction returned: its shape and, unless said, its dtype."""
-    if name in LIKE:
-        data = given[LIKE[name]]
+    if name in ON_DATA:
+        data = given[ON_DATA[name]]
         both = [data, given.get("data2", data)] if name == "tensor_tensor" else [data, data]
         return tile(data.shape, dtype or _common(*both))
     if name == "nc_matmul":

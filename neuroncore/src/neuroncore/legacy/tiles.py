@@ -11,6 +11,7 @@ from typing import Any
 
 from neuroncore import language as nl
 from neuroncore.checks.base import refuse
+from neuroncore.legacy.names import OPERATORS
 from neuroncore.memory.tensor import NkiTensor
 
 Box = dict[int, tuple[int, int]]
@@ -120,7 +121,7 @@ class Mask:
         return box
 
 
-class Grid:
+class IndexGrid:
     """`nl.mgrid[a:b, c:d]`: an index for each axis, also by the names p, x, y, z."""
 
     def __init__(self, slices: Any) -> None:
@@ -202,7 +203,7 @@ class Tile:
 
     def __getitem__(self, key: Any) -> Tile:
         keys = list(key) if isinstance(key, tuple) else [key]
-        keys = [k.axes[i] if isinstance(k, Grid) else k for i, k in enumerate(keys)]
+        keys = [k.axes[i] if isinstance(k, IndexGrid) else k for i, k in enumerate(keys)]
         base = self.view()
         if any(isinstance(k, Tile) for k in keys):
             refuse(f"{base}: an index that is a tile is not interpreted; migrate it by hand")
@@ -244,7 +245,7 @@ class Tile:
         return repr(self.view())
 
 
-class Blocks:
+class TileBlocks:
     """Tiles under block dimensions, those before `nl.par_dim`."""
 
     def __init__(self, shape: tuple[int, ...], tiles: list[Tile]) -> None:
@@ -252,7 +253,7 @@ class Blocks:
         self.shape = (*shape, *tiles[0].shape)
         self.dtype = tiles[0].dtype
 
-    def _found(self, key: Any) -> tuple[Tile | Blocks, tuple[Any, ...]]:
+    def _found(self, key: Any) -> tuple[Tile | TileBlocks, tuple[Any, ...]]:
         keys = key if isinstance(key, tuple) else (key,)
         most = len(self.block_shape)
         named = list(itertools.takewhile(lambda k: hasattr(k, "__index__"), keys[:most]))
@@ -267,7 +268,7 @@ class Blocks:
         if not rest:
             return self.tiles[at], keys[len(named) :]
         count = prod(rest)
-        return Blocks(rest, self.tiles[at * count : (at + 1) * count]), keys[len(named) :]
+        return TileBlocks(rest, self.tiles[at * count : (at + 1) * count]), keys[len(named) :]
 
     def __getitem__(self, key: Any) -> Any:
         found, rest = self._found(key)
@@ -292,13 +293,11 @@ def _operator(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return forward, backward
 
 
-OPERATORS = {
-    "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "pow": "power",
-    "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
-}  # fmt: skip
-"""Python's operators on tiles, and the functions of `nl` that they are."""
 for _python, _name in OPERATORS.items():
+    _special = {"mult": "mul", "div": "truediv", "lte": "le", "gte": "ge"}.get(
+        _python.lower(), _python.lower()
+    )
     _forward, _backward = _operator(_name)
-    setattr(Tile, f"__{_python}__", _forward)
-    setattr(Tile, f"__r{_python}__", _backward)
+    setattr(Tile, f"__{_special}__", _forward)
+    setattr(Tile, f"__r{_special}__", _backward)
 Tile.__neg__ = lambda self: self * -1.0  # type: ignore[attr-defined]

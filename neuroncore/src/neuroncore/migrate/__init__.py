@@ -11,6 +11,7 @@ from typing import Any
 from neuroncore.checks.lint import findings
 from neuroncore.checks.lint_rules import LINES, RULES
 from neuroncore.checks.lint_source import Sources
+from neuroncore.legacy.names import OPERATORS
 from neuroncore.migrate.rewrite import FunctionNode, Names, Scope, comments
 from neuroncore.migrate.tables import BY_HAND, GONE, LOOPS
 from neuroncore.migrate.values import ByHandError, OverloadedError, Value, unfixed, view
@@ -558,8 +559,6 @@ def new_lines(node: ast.stmt, scope: Scope) -> list[str] | None:
 
 
 def _operator(op: ast.operator) -> str:
-    from neuroncore.migrate.tables import OPERATORS
-
     if type(op).__name__ not in OPERATORS:
         raise ByHandError("removed")
     return OPERATORS[type(op).__name__]

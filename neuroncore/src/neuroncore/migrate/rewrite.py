@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from neuroncore import isa
+from neuroncore.legacy import names as beta
 from neuroncore.migrate import tables
 from neuroncore.migrate.values import (
     Box,
@@ -200,9 +201,9 @@ class Scope:
         if "index" in kinds:
             return _on_index(op, a, b)
         if "tile" in kinds:
-            if type(op).__name__ not in tables.OPERATORS:
+            if type(op).__name__ not in beta.OPERATORS:
                 raise ByHandError("removed")
-            return self.binary(tables.OPERATORS[type(op).__name__], a, b, name=name)
+            return self.binary(beta.OPERATORS[type(op).__name__], a, b, name=name)
         if kinds & {"grid", "blocks"}:
             raise ByHandError("block-dimension" if "blocks" in kinds else "index-pattern")
         return None
@@ -403,9 +404,9 @@ class Scope:
             a, b = self.value(given["x"]), self.value(given["y"])
             return self.binary(function, a, b, name, self.dtype(given.get("dtype")),
                                box_of(self._mask(given)))  # fmt: skip
-        if function in tables.REDUCTIONS:
+        if function in beta.REDUCTIONS:
             given = self._given(node, "x", "axis")
-            return self._reduce(f"{nl}.{tables.REDUCTIONS[function]}", given, "x", name)
+            return self._reduce(f"{nl}.{beta.REDUCTIONS[function]}", given, "x", name)
         if function in tables.ACTIVATIONS or function == "reciprocal":
             given = self._given(node, "x")
             x = self.value(given["x"])
@@ -472,7 +473,7 @@ class Scope:
         dotted = self.names.of(node)
         last = dotted.rpartition(".")[2]
         if dotted.startswith(("numpy.", f"{_NL}.")):
-            return f"{self.names.nl}.{tables.SYNONYMS.get(last, last)}"
+            return f"{self.names.nl}.{beta.SYNONYMS.get(last, last)}"
         return self.value(node).text
 
     def _allocate(self, function: str, node: ast.Call, name: str) -> Value:
@@ -562,8 +563,8 @@ class Scope:
 
     def _result(self, function: str, values: dict[str, Any], name: str, dtype: str) -> Value:
         nl = self.names.nl
-        if function in tables.ON_DATA:
-            return self.result(values[tables.ON_DATA[function]], name, dtype, values.get("data2"))
+        if function in beta.ON_DATA:
+            return self.result(values[beta.ON_DATA[function]], name, dtype, values.get("data2"))
         if function == "nc_matmul":
             a, b = values["stationary"], values["moving"]
             flag = values.get("is_transpose")
