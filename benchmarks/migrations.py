@@ -32,7 +32,7 @@ _TUTORIALS = "src/nki_samples/tutorials"
 
 
 @dataclass(frozen=True)
-class Trial:
+class Ported:
     """A kernel, or a function that launches one, with its arguments and what it should return.
 
     Attributes:
@@ -117,7 +117,7 @@ def _interpolated(mode: str) -> Callable[[np.ndarray], np.ndarray]:
 
 _LONG = ((1, 128, 16384), (1, 128, 16384), (1, 16384, 128))
 _SOME = slice(0, 16384, 128)
-_ADDITION = Trial("nki_tensor_add", _uniform((256, 1024), (256, 1024), dtype=np.float16), np.add)
+_ADDITION = Ported("nki_tensor_add", _uniform((256, 1024), (256, 1024), dtype=np.float16), np.add)
 _SCAN = ((1, 256, 512), (1, 256, 512), (256, 4), (1, 4, 512), (1, 4, 512))
 _LONGER = _uniform(*((128, 512),) * 3)
 _VOLUME = _uniform((2, 70, 7, 5, 6))
@@ -125,36 +125,36 @@ CASES = {
     f"{_TUTORIALS}/tensor_addition/tensor_addition_nki_kernels.py": [_ADDITION],
     f"{_TUTORIALS}/tensor_addition/spmd_tensor_addition_nki_kernels.py": [_ADDITION],
     f"{_TUTORIALS}/tensor_addition/spmd_multiple_nc_tensor_addition_nki_kernels.py": [
-        Trial("nki_tensor_add_nc2", _ADDITION.arguments, np.add)
+        Ported("nki_tensor_add_nc2", _ADDITION.arguments, np.add)
     ],
     f"{_TUTORIALS}/average_pool2d/average_pool2d_nki_kernels.py": [
-        Trial("tensor_avgpool_kernel", _with(_uniform((2, 6, 6)), 2), _pooled)
+        Ported("tensor_avgpool_kernel", _with(_uniform((2, 6, 6)), 2), _pooled)
     ],
     f"{_TUTORIALS}/transpose2d/transpose2d_nki_kernels.py": [
-        Trial("tensor_transpose2D_kernel_", _with(_uniform((5, 12)), (3, 4)), _transposed)
+        Ported("tensor_transpose2D_kernel_", _with(_uniform((5, 12)), (3, 4)), _transposed)
     ],
     f"{_TUTORIALS}/fused_mamba/mamba_nki_kernels.py": [
-        Trial(f"mamba_v{i}", _decaying, _mamba) for i in (1, 2, 3)
+        Ported(f"mamba_v{i}", _decaying, _mamba) for i in (1, 2, 3)
     ],
     f"{_TUTORIALS}/attention_fwd_performance/attention_kernels.py": [
-        *[Trial(f"attn_fwd_v{i}", _uniform(*((128, 128),) * 3), _attention) for i in (1, 2)],
-        *[Trial(f"attn_fwd_v{i}", _LONGER, _attention) for i in (3, 4, 5, 6)],
-        *[Trial(f"attn_fwd_v{i}", _LONGER, _attention, 1e-2) for i in (7, 8, "8a", 9, 10, 11)],
+        *[Ported(f"attn_fwd_v{i}", _uniform(*((128, 128),) * 3), _attention) for i in (1, 2)],
+        *[Ported(f"attn_fwd_v{i}", _LONGER, _attention) for i in (3, 4, 5, 6)],
+        *[Ported(f"attn_fwd_v{i}", _LONGER, _attention, 1e-2) for i in (7, 8, "8a", 9, 10, 11)],
     ],
     "contributed/matmul.py": [
-        Trial("matmul", _uniform((1024, 512), (1024, 2048)), lambda a, b: a.T @ b)
+        Ported("matmul", _uniform((1024, 512), (1024, 2048)), lambda a, b: a.T @ b)
     ],
     "contributed/maxpooling.py": [
-        Trial("max_pooling_2d_stride_1", _with(_uniform((140, 33)), 3), _maximum)
+        Ported("max_pooling_2d_stride_1", _with(_uniform((140, 33)), 3), _maximum)
     ],
     "contributed/interpolate_bilinear_fwd.py": [
-        Trial("interpolate_bilinear_2x_fwd", _uniform((2, 70, 23, 9)), _interpolated("bilinear"))
+        Ported("interpolate_bilinear_2x_fwd", _uniform((2, 70, 23, 9)), _interpolated("bilinear"))
     ],
     "contributed/interpolate_trilinear_fwd.py": [
-        Trial("interpolate_trilinear_2x_fwd", _VOLUME, _interpolated("trilinear"))
+        Ported("interpolate_trilinear_2x_fwd", _VOLUME, _interpolated("trilinear"))
     ],
     "contributed/pipelined_attention.py": [
-        Trial(
+        Ported(
             "flash_fwd",
             _with(_uniform(*_LONG, dtype=ml_dtypes.bfloat16), 0.125, False),
             _pipelined,
@@ -163,7 +163,7 @@ CASES = {
         )
     ],
     f"{_TUTORIALS}/attention_fwd_performance/test_attention.py": [
-        Trial("test_attn_tutorial", lambda _: (), lambda: np.ones(1))  # compares by itself
+        Ported("test_attn_tutorial", lambda _: (), lambda: np.ones(1))  # compares by itself
     ],
 }  # fmt: skip
 """By file, its kernels; a file that holds none of its own has a function of the host."""
@@ -203,7 +203,7 @@ def run_all(sources: Path, names: list[str] | None = None) -> Iterator[dict[str,
                 yield {**row, **(_compared(case, path, new / file) if case else {})}
 
 
-def _compared(case: Trial, old: Path, new: Path) -> dict[str, Any]:
+def _compared(case: Ported, old: Path, new: Path) -> dict[str, Any]:
     try:
         before = _run(case, old, is_old=True)
         after = _run(case, new, is_old=False)
@@ -223,7 +223,7 @@ def _compared(case: Trial, old: Path, new: Path) -> dict[str, Any]:
     return {"result": result, "difference": difference, "error": error}
 
 
-def _run(case: Trial, path: Path, is_old: bool) -> np.ndarray:
+def _run(case: Ported, path: Path, is_old: bool) -> np.ndarray:
     with _definitions(path) as module, warnings.catch_warnings():
         warnings.simplefilter("ignore", NkiWarning)
         function = getattr(module, case.name)
