@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from command_line import argument_lists
+from in_sources import in_sources
 from modelled import held_out, paper_run, published, served, whole
 from readme import block
 from refusals import lint_rules, run_rules
@@ -14,6 +15,7 @@ from tensor_parallel import layouts, speedups, traffic_of_ranks
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"results": lambda: block("docs/")},
     "docs/cli.md": argument_lists(),
+    "docs/engines.md": {"in-sources": in_sources},
     "docs/index.md": {"results": lambda: block("")},
     "docs/tensor-parallel.md": {"traffic": traffic_of_ranks},
     "docs/whole-model.md": {

@@ -7,6 +7,7 @@ from functools import reduce
 from pathlib import Path
 
 import nxdi_stand_ins
+import optimum_stand_ins
 import pytest
 
 sys.path.append(str(Path(__file__).with_name("sources")))
@@ -46,6 +47,20 @@ def module_of(file: str) -> str:
 def test_a_stand_in_takes_what_the_source_takes(folder, file, name):
     stand_in = reduce(getattr, name.split("."), nxdi_stand_ins.modules()[module_of(file)])
     assert parameters(stand_in) == signatures.committed(folder)[file][name]
+
+
+OPTIMUM = {
+    "llama/modeling_llama.py": (optimum_stand_ins.NeuronLlamaMLP, "NeuronLlamaMLP"),
+    "attention/gqa.py": (optimum_stand_ins.QKV, "GroupQueryAttention_QKV"),
+    "modules/attention/gqa.py": (optimum_stand_ins.O, "GroupQueryAttention_O"),
+}
+
+
+@pytest.mark.parametrize(("end", "stand_in", "name"), [(k, *v) for k, v in OPTIMUM.items()])
+def test_optimum_neurons_forward_is_the_sources(end, stand_in, name):
+    own = signatures.committed("optimum-neuron")
+    (file,) = [file for file in own if file.endswith(end)]
+    assert parameters(stand_in.forward) == own[file][f"{name}.forward"]
 
 
 def test_the_stand_ins_cover_the_layers():

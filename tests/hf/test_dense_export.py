@@ -1,5 +1,6 @@
 """hf.export_dense: an ordinary checkpoint that computes what the compressed one does."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -7,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hf.small import CONFIG, compress
-from tiny import tiny_directory, tiny_ids
+from tiny import tiny_directory, tiny_ids, tiny_model
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from neuronmm_ops import hf, swap_
@@ -42,6 +43,28 @@ def test_it_computes_what_the_checkpoint_does(family, storage, tmp_path):
     with torch.no_grad():
         wanted = compressed(tiny_ids()).logits
         torch.testing.assert_close(same(tiny_ids()).logits, wanted, rtol=1e-3, atol=1e-4)
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("kind", [{}, {"rope_type": "llama3", **LLAMA3}])
+def test_transformers_4_finds_the_rotation(kind, tmp_path):
+    """It knows no `rope_parameters`, and would take theta 10000 without a word."""
+    rope = {"rope_type": "default", "rope_theta": 500_000.0, **kind}
+    if kind:
+        rope["original_max_position_embeddings"] = 64
+    model = tiny_model(rope_parameters=rope)
+    swap_(model, {"model.layers.0.mlp.up_proj": (torch.randn(64, 8), torch.randn(8, 176) / 8)})
+    model.save_pretrained(tmp_path / "small")
+    hf.export_dense(tmp_path / "small", tmp_path / "same")
+    config = json.loads((tmp_path / "same" / "config.json").read_text())
+    assert config["rope_theta"] == 500_000.0
+    older = config.get("rope_scaling")
+    assert (older or {}).get("rope_type") == kind.get("rope_type")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "same")
+    assert again.config.rope_parameters == rope
+    torch.testing.assert_close(again(tiny_ids(1, 9)).logits, model(tiny_ids(1, 9)).logits)
 
 
 def test_a_weight_that_its_module_holds_transposed(tmp_path):

@@ -1,5 +1,6 @@
 """The dense model that a checkpoint was compressed from, and an ordinary checkpoint made of it."""
 
+import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,19 @@ def export_dense(source: str | Path, output: str | Path) -> dict[str, Any]:
         model.save_pretrained(directory)
         with suppress(CheckpointError):  # it has none
             load_tokenizer(source).save_pretrained(directory)
+        _write_older_rope(directory / "config.json")
         made_of = {"path": str(source.resolve())}
         write_manifest(directory, tensor_hashes(directory), Origin("export dense", made_of))
     return {"output": str(output), "layers": len(layers), "bytes": size}
+
+
+def _write_older_rope(path: Path) -> None:
+    """Write the rotation as Transformers 4 reads it, too: without it, it takes theta 10000."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    rope = dict(config.get("rope_parameters") or {})
+    if "rope_theta" not in rope:  # none, or layers with different ones
+        return
+    config["rope_theta"] = rope.pop("rope_theta")
+    if rope.get("rope_type", "default") != "default":
+        config["rope_scaling"] = rope
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

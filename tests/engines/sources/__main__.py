@@ -93,8 +93,8 @@ ENGINES = (
         "optimum-neuron",
         "optimum_neuron.py",
         {"nxd": "src", "optimum-neuron": "."},
-        {1: (), 2: ("llama",)},
-        "factors multiplied out: models, generation, `shard_checkpoint`; no low-rank layers",
+        {1: ("llama", "qwen3"), 2: ("llama mixed",)},
+        "models, generation, loading by `ModelBuilder.shard_checkpoint`, ranks over gloo",
     ),
 )
 

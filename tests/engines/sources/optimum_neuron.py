@@ -1,4 +1,4 @@
-"""Generates with optimum-neuron's source on the CPU, from dense weights.
+"""Compares the integration with Transformers on optimum-neuron's public source, on the CPU.
 
     python optimum_neuron.py NXD_SRC OPTIMUM_NEURON TP [CASE ...]
 
@@ -19,6 +19,8 @@ from typing import Any
 import nxdi
 import torch
 import torch.multiprocessing as mp
+
+from neuronmm_ops.engines import optimum
 
 CASES = ("llama", "llama mixed", "qwen2", "qwen3")
 
@@ -48,16 +50,10 @@ class Traced:
         return result
 
 
-def family(model_type: str) -> Any:
-    """optimum-neuron's class for a family."""
-    from optimum.neuron.models.auto_model import get_neuron_model_class  # pyright: ignore
-
-    return get_neuron_model_class(model_type, task="text-generation", mode="inference")
-
-
 def run(directory: Path, rank: int, tp: int, ids: torch.Tensor) -> torch.Tensor:
     """Generate on this rank."""
     from neuronx_distributed.parallel_layers import parallel_state  # pyright: ignore
+    from optimum.neuron.models.auto_model import get_neuron_model_class  # pyright: ignore
     from optimum.neuron.models.inference.backend import pretrained_model  # pyright: ignore
     from optimum.neuron.models.inference.backend.config import NxDNeuronConfig  # pyright: ignore
     from optimum.neuron.models.inference.backend.modules import rms_norm  # pyright: ignore
@@ -74,7 +70,8 @@ def run(directory: Path, rank: int, tp: int, ids: torch.Tensor) -> torch.Tensor:
         torch_dtype=torch.float32,
         fused_qkv=True,
     )
-    cls = family(config.model_type)
+    cls = get_neuron_model_class(config.model_type, task="text-generation", mode="inference")
+    assert cls.__name__.startswith("NeuronSVD"), cls
     builders, traced = cls.create_graph_builders(config, options), Traced(rank)
     model = cls(config, options, {"model": traced}, builders)
     os.environ.pop("NXD_CPU_MODE", None)
@@ -108,20 +105,19 @@ def _fill_prefix(cache: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
     return filled
 
 
-def work(
-    rank: int, nxd: str, optimum: str, tp: int, cases: dict[str, tuple[Path, Path]], port: int
-) -> None:
+def work(rank: int, nxd: str, source: str, tp: int, cases: dict[str, Path], port: int) -> None:
     """All cases on one rank; rank 0 compares and prints."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    nxdi.prepare(nxd, optimum)
+    nxdi.prepare(nxd, source)
+    optimum.register()
     ids = torch.randint(0, 256, (2, nxdi.TOKENS), generator=torch.Generator().manual_seed(3))
     is_bad = False
-    for name, (compressed, dense) in cases.items():
-        tokens = run(dense, rank, tp, ids)
+    for name, directory in cases.items():
+        tokens = run(directory, rank, tp, ids)
         if rank == 0:
-            is_equal = torch.equal(tokens, nxdi.reference(compressed, ids, nxdi.NEW)[0])
+            is_equal = torch.equal(tokens, nxdi.reference(directory, ids, nxdi.NEW)[0])
             is_bad |= not is_equal
             row = {"case": name, "ranks": tp, "new_tokens": 2 * nxdi.NEW, "equal": is_equal}
             print(json.dumps(row), flush=True)
@@ -131,29 +127,21 @@ def work(
 
 def main() -> None:
     """Write the checkpoints and start the ranks."""
-    from nxdi_checkpoints import dense_weights, make
-    from safetensors.torch import load_file, save_file
+    from nxdi_checkpoints import make
 
     from neuronmm_ops.engines.nxdi import export
 
-    nxd, optimum, tp, *names = sys.argv[1:]
+    nxd, source, tp, *names = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        cases: dict[str, tuple[Path, Path]] = {}
+        cases: dict[str, Path] = {}
         for index, name in enumerate(names or CASES):
             arguments, options, _ = nxdi.CASES[name]
-            compressed, dense = Path(folder) / f"{index}-export", Path(folder) / f"{index}-dense"
-            export(make(Path(folder) / str(index), **arguments), compressed, tp=1, **options)
-            dense.mkdir()
-            config = json.loads((compressed / "config.json").read_text())
-            del config["quantization_config"]
-            (dense / "config.json").write_text(json.dumps(config))
-            weights = dense_weights(load_file(compressed / "model.safetensors"))
-            save_file(weights, dense / "model.safetensors", metadata={"format": "pt"})
-            cases[name] = compressed, dense
+            cases[name] = Path(folder) / f"{index}-export"
+            export(make(Path(folder) / str(index), **arguments), cases[name], tp=int(tp), **options)
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        mp.spawn(work, (nxd, optimum, int(tp), cases, port), nprocs=int(tp))  # pyright: ignore
+        mp.spawn(work, (nxd, source, int(tp), cases, port), nprocs=int(tp))  # pyright: ignore
 
 
 if __name__ == "__main__":

@@ -60,6 +60,13 @@ USED = {
             "NxDPreTrainedModel.get_state_dict",
             "NxDPreTrainedModel.shard_checkpoint",
         ),
+        "optimum/neuron/models/inference/backend/modules/attention/gqa.py": (
+            "GroupQueryAttention_O.forward",
+            "GroupQueryAttention_QKV.forward",
+        ),
+        "optimum/neuron/models/inference/backend/modules/decoder/modeling_decoder.py": (
+            "NxDModelForCausalLM.create_graph_builders",
+        ),
         "optimum/neuron/models/inference/llama/modeling_llama.py": (
             "NeuronLlamaMLP.__init__",
             "NeuronLlamaMLP.forward",
