@@ -274,10 +274,11 @@ TOO_WIDE = """<script>addEventListener("load", () => {
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 def test_on_a_laptop_no_block_is_wider_than_its_column(tmp_path):
     site = tmp_path / "site"
-    run(sys.executable, "-m", "mkdocs", "build", "-q", "-f", ROOT / "mkdocs.yml", "-d", site)
+    for folder, to in ((ROOT, site), (ROOT / "neuroncore", site / "neuroncore")):
+        run(sys.executable, "-m", "mkdocs", "build", "-q", "-f", folder / "mkdocs.yml", "-d", to)
     options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
     options += (f"--user-data-dir={tmp_path / 'user'}", "--window-size=1440,900", "--dump-dom")
-    for name in ("kernels", "cli", "results"):
+    for name in ("kernels", "cli", "results", "neuroncore", "neuroncore/rules"):
         page = site / name / "index.html"
         page.write_text(page.read_text() + TOO_WIDE)
         shown = run(CHROMIUM, *options, page.as_uri())

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pages
 import pytest
-import yaml
 from instruction_runs import run as run_kernel
 
 import neuroncore as nc
@@ -38,8 +37,8 @@ def test_the_blocks_of_a_page(page, workplace):
 def test_every_page_is_in_the_navigation():
     """As `mkdocs build --strict` wants it; this is quicker."""
     text = (ROOT / "neuroncore" / "mkdocs.yml").read_text()
-    named = {path for entry in yaml.safe_load(text)["nav"] for path in entry.values()}
-    assert named == {page.name for page in DOCS.glob("*.md")}
+    named = re.findall(r"^  - .*: ([\w-]+\.md)$", text, re.MULTILINE)
+    assert sorted(named) == sorted(page.name for page in DOCS.glob("*.md"))
 
 
 def test_the_tours_finding_makes_its_kernel_faster(workplace, run):

@@ -22,6 +22,7 @@ class Timeline {
     this.marked = -1;  // a source line, or -1 for the critical path
     this.kept = null;  // [core, index]
     this.tensor = -1;  // a kind of tensor that is kept, or -1
+    this.measure();
     this.bands = this.layout();
     const last = this.bands[this.bands.length - 1];
     this.height = last.y + last.height + 8;
@@ -51,8 +52,12 @@ class Timeline {
     return bands;
   }
 
-  get gutter() { return this.canvas.clientWidth < 600 ? 88 : 150; }
-  get width() { return this.canvas.clientWidth - this.gutter; }
+  // Measured once a frame: asking the page for each of 100,000 items would take seconds.
+  measure() {
+    this.gutter = this.canvas.clientWidth < 600 ? 88 : 150;
+    this.width = this.canvas.clientWidth - this.gutter;
+  }
+
   get scale() { return this.width / (this.to - this.from); }
   x(ticks) { return this.gutter + (ticks - this.from) * this.scale; }
   ticks(x) { return this.from + (x - this.gutter) / this.scale; }
@@ -80,6 +85,7 @@ class Timeline {
   draw() {
     const ratio = window.devicePixelRatio || 1, {canvas} = this;
     canvas.style.height = `${this.height}px`;
+    this.measure();
     canvas.width = Math.round(canvas.clientWidth * ratio);
     canvas.height = Math.round(this.height * ratio);
     this.style = getComputedStyle(document.documentElement);
@@ -238,14 +244,21 @@ class Timeline {
 
   drawMap(band) {
     const {lives} = band.memory, {pen, from, to, scale} = this;
-    const ink = this.color("tensor-ink"), edge = this.color("band");
+    const ink = this.color("tensor-ink"), edge = this.color("band"), drawn = new Map();
+    const colors = this.trace.tensors.map((_, tensor) => this.tensorColor(tensor));
     for (let i = 0; i < lives.start.length && lives.start[i] <= to; i++) {
       if (lives.end[i] < from) continue;
+      const end = Math.floor((lives.end[i] - from) * scale);
+      if ((lives.end[i] - lives.start[i]) * scale < WIDE) {  // one a pixel of its place will do
+        const place = lives.byte[i] * 128 + lives.partition[i];
+        if (drawn.get(place) === end) continue;
+        drawn.set(place, end);
+      }
       const left = Math.max((lives.start[i] - from) * scale, -2);
       const width = Math.max(Math.min((lives.end[i] - from) * scale, this.width + 2) - left, 1);
       const [y, height] = this.rowsOf(band, i), tensor = lives.tensor[i];
       pen.globalAlpha = this.tensor < 0 || this.tensor === tensor ? 1 : 0.25;
-      pen.fillStyle = this.tensorColor(tensor);
+      pen.fillStyle = colors[tensor];
       pen.fillRect(this.gutter + left, y, width, height);
       if (width > 3 && height > 3) {
         pen.strokeStyle = edge;
