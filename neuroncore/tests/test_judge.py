@@ -229,7 +229,9 @@ def test_what_runs_at_exit_and_in_threads_changes_nothing(tmp_path):
 def test_a_memory_bomb_on_the_core_is_stopped(tmp_path):
     bomb = ADD.replace("    for m", "    for _ in range(10**9):\n"
                        "        nl.ndarray((128, 8192), dtype=nl.float32)\n    for m")  # fmt: skip
-    assert "tensors" in problem(tmp_path, HEAD + bomb, instructions=1000)
+    told = problem(tmp_path, HEAD + bomb, instructions=1000)
+    assert told.startswith("the kernel has more than 1,000 instructions and tensors; ")
+    assert told == problem(tmp_path, HEAD + bomb, instructions=1000)  # at the same place
 
 
 @pytest.mark.slow

@@ -43,7 +43,12 @@ def add(commands: Any) -> None:
     for name, kind, value, text in (
         ("seconds", float, 60.0, "wall and CPU seconds of the process (default 60)"),
         ("bytes", int, 4 << 30, "address space of the process (default 4 GiB)"),
-        ("instructions", int, 100_000, "instructions for one case (default 100,000)"),
+        (
+            "instructions",
+            int,
+            100_000,
+            "instructions and tensors of a core in one case (default 100,000)",
+        ),
     ):
         command.add_argument(f"--max-{name}", type=kind, default=value, metavar="N", help=text)
     command.set_defaults(

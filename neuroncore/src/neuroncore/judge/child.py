@@ -128,10 +128,10 @@ def _answerer(request: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, A
     from neuroncore.judge.program import Recorder
 
     install()
-    recorder, launched = Recorder(), []
+    recorder, launched = Recorder(request["instructions"]), []
     kernels.observers[:] = [launched.append]
     source, place = request["source"], FunctionPath(Path(request["file"]), request["name"])
-    budget = Budget(request["instructions"], request["seconds"], request["bytes"])
+    budget = Budget(seconds=request["seconds"], bytes=request["bytes"])
     settings = kernels.RunSettings(
         request["target"], "trace", ranks=request["ranks"], budget=budget
     )

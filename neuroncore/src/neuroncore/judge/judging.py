@@ -41,7 +41,8 @@ from neuroncore.judge.task import TOLERANCES, KernelTask, TaskCase
 
 PAR = Path(__file__).with_name("par.json")
 LIMITS = Budget(instructions=100_000, seconds=60.0, bytes=4 << 30)
-"""Of a submission: instructions for one case, wall and CPU seconds, bytes of address space."""
+"""Of a submission: instructions and tensors of a core in one case, wall and CPU seconds, bytes of
+address space."""
 _ANSWER_BYTES = 32 << 20
 _DIGITS = 6
 _ROW = (
@@ -138,7 +139,8 @@ def _run(
         row["warnings"] = [one_line(text) for text in program["warnings"]]
         values = task.values(case, random)
         given = [PerRank(v) if task.ranks else v[0] for v in copy.deepcopy(values).values()]
-        settings = kernels.RunSettings(target, ranks=task.ranks, budget=limits)
+        budget = Budget(seconds=limits.seconds, bytes=limits.bytes)  # steps were counted
+        settings = kernels.RunSettings(target, ranks=task.ranks, budget=budget)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             kernel = replayed(program, task.inputs, task.lnc)

@@ -50,11 +50,21 @@ _CALLS: dict[str, Callable[..., Any]] = {
 class _Tape:
     """What one core has called; `steps` are [name, arguments, keywords, line] and the like."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self.most = most
         self.steps: list[Any] = []
         self.storages: dict[Storage, int] = {}
         self.loops: list[Any] = []
         self.inside = False
+
+    def add(self, *step: Any) -> None:
+        """Note a step, at the same one of each run no more: a budget looks at its times."""
+        self.steps.append(step)
+        if len(self.steps) > self.most:
+            refuse(
+                f"the kernel has more than {self.most:,} instructions and tensors; use a loop of "
+                "the device, larger tiles, or a larger limit (--max-instructions)"
+            )
 
     def number(self, storage: Storage) -> int:
         return self.storages.setdefault(storage, len(self.storages))
@@ -95,9 +105,10 @@ class _Tape:
 
 
 class Recorder:
-    """Notes what kernels call, from when it is made until the process ends."""
+    """Notes what kernels call, up to so many steps, from now until the process ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._tapes: dict[int, _Tape] = {}
         replaced: dict[int, Any] = {id(call): self._noted(n, call) for n, call in _CALLS.items()}
         replaced[id(nl.shared_constant)] = self._constant(nl.shared_constant)
@@ -120,7 +131,7 @@ class Recorder:
         @functools.wraps(kernel.func)
         def run(*args: Any, **kwargs: Any) -> Any:
             core = active()
-            tape = self._tapes[core.number] = _Tape()
+            tape = self._tapes[core.number] = _Tape(self._most)
             for storage in core.trace.storages:
                 tape.number(storage)
             result = kernel.func(*args, **kwargs)
@@ -155,7 +166,7 @@ class Recorder:
                 tape.inside = False
             kept = {k: tape.encode(v) for k, v in kwargs.items() if k != "name"}
             line = kernel_frame().f_lineno
-            tape.steps.append([name, [tape.encode(v) for v in args], kept, line])
+            tape.add(name, [tape.encode(v) for v in args], kept, line)
             return done
 
         return noted
@@ -178,7 +189,7 @@ class Recorder:
             if not tape.inside:
                 number, layout = tape.number(storage), storage.layout
                 what = [layout.shape, layout.dtype, layout.memory.label, storage.address]
-                tape.steps.append(["new", number, *what, storage.line])
+                tape.add("new", number, *what, storage.line)
             return tensor
 
         return allocate
