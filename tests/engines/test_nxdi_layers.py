@@ -13,9 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.engines.nxdi import causal_lm
-from neuronmm_ops.engines.nxdi.record import named_layers
 
 MIXED = ("0.self_attn.k_proj", "1.mlp.up_proj", "0.mlp.down_proj", "1.self_attn.o_proj")
 
@@ -170,13 +168,6 @@ def test_one_byte_stays_one_byte(storage, dense, tmp_path):
         assert model.get_parameter(f"{name}_scale").dtype == torch.float32
     found, wanted = model(inputs()[0].bfloat16()), expected(directory, inputs()[0].bfloat16())
     assert (found.double() - wanted).norm() < 0.02 * wanted.norm()
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_groups_that_ranks_cannot_divide_are_multiplied_out(tp):
-    layer = LayerReport("model.layers.0.mlp.up_proj", 256, 128, 8, False, None, None, 1, 1, "int4")
-    (served,) = named_layers([layer], tp).values()
-    assert served.storage == ("int4" if tp == 1 else None)
 
 
 def test_an_activation_without_an_op_is_nxd_inferences_own(tmp_path):

@@ -4,17 +4,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from nxdi_checkpoints import make
 from nxdi_stand_ins import InferenceConfig, NeuronConfig
 
 from neuronmm_ops.compress.record import record_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
+from neuronmm_ops.engines.members import member_of
 from neuronmm_ops.engines.nxdi.record import (
     OptionError,
     check_options,
     divide_of,
+    named_layers,
     served_layers,
 )
+from neuronmm_ops.engines.places import ColumnSection, Shard
 from neuronmm_ops.errors import CheckpointError
 
 ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
@@ -147,3 +151,17 @@ def test_what_is_divided(fields, tp, divide):
     assert divide_of(config(fields=fields, tp_degree=tp)) == divide
     with pytest.raises(ValueError, match="must be one or both, got 'two'"):
         divide_of(config(fields={"neuronmm_divide": "two"}, tp_degree=tp))
+
+
+@pytest.mark.parametrize(("r", "tp", "storage"), [(8, 1, "int4"), (None, 1, "int4"), (8, 2, None)])
+def test_int4_is_kept_on_one_rank(r, tp, storage):
+    """Its groups of rows share scales, which ranks do not divide."""
+    name = "model.layers.0.mlp.up_proj"
+    layer = LayerReport(name, 256, 128, r, r is None, None, None, 1, 1, "int4")
+    (served,) = named_layers([layer], tp).values()
+    assert served.storage == storage
+    sections = [ColumnSection(128, tp)]
+    made = member_of(served, Shard("column", "both", 0, tp), sections, torch.float32)
+    assert {p.dtype for n, p in made.named_parameters() if n in "uvw"} == {
+        torch.float32 if storage is None else torch.uint8
+    }

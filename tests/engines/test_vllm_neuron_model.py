@@ -8,6 +8,7 @@ import pytest
 import ranks
 import stand_ins
 import torch
+import vllm_neuron_decoder
 import vllm_neuron_engine
 from quantized import quantized
 from tiny import tiny_ids, tiny_model
@@ -18,6 +19,7 @@ from vllm_neuron_serving import ANSWER, PROMPT, Served, config_of, load, metadat
 
 from neuronmm_ops import hf, swap_
 from neuronmm_ops.engines.vllm_neuron.factory import NeuronMMForCausalLM
+from neuronmm_ops.errors import CheckpointError
 
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -110,6 +112,19 @@ def test_one_byte_stays_one_byte(checkpoints):
         f"model.layers.{i}.{leaf}" for i in range(2) for leaf in {*block, "self_attn.o_proj.v"}
     }
     assert kept == dict.fromkeys(names, torch.float8_e4m3fn)
+
+
+def test_an_engine_that_casts_one_byte_is_refused(checkpoints, monkeypatch):
+    """As a release of its Qwen3 may."""
+    given = vllm_neuron_decoder.load_sharded
+
+    def casting(*args):
+        return {name: tensor.bfloat16() for name, tensor in given(*args).items()}
+
+    monkeypatch.setattr(vllm_neuron_decoder, "load_sharded", casting)
+    vllm_neuron_engine.install(checkpoints[6])
+    with pytest.raises(CheckpointError, match=r"is in fp8, the installed vllm-neuron casts it to"):
+        load(checkpoints[6], config_of(checkpoints[6]))
 
 
 @pytest.mark.slow

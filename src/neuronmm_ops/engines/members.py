@@ -86,7 +86,7 @@ class Member(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        if place.kind is not None and storage is not None and STORAGES[storage].group is not None:
+        if place.kind is not None and place.tp > 1 and _is_grouped(storage):
             raise ValueError(
                 f"{name}: factors in {storage}, whose groups of rows share scales, are not divided "
                 "between ranks; use tp = 1 or another storage"
@@ -443,6 +443,10 @@ def unpacked(product: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
         rows.diagonal(start).fill_(1)
         columns.copy_(product(rows).t())
     return found
+
+
+def _is_grouped(storage: str | None) -> bool:
+    return storage is not None and STORAGES[storage].group is not None
 
 
 def _added(y: Tensor, bias: Tensor | None) -> Tensor:

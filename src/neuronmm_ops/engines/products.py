@@ -7,6 +7,7 @@ dense layer's ranks do.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from neuronmm_ops.engines.members import Member, Pair
@@ -92,7 +93,9 @@ def row(member: Member, total: Tensor, ranks: EngineRanks, bias: Tensor | None) 
     if member.place.divide == "one" or ranks.size == 1:
         return member.high(total, bias)
     if ranks.own_tokens:
-        v = ranks.gather(member.v)[:, : member.width].contiguous()
+        # Bytes, for gloo and older NCCL send no fp8.
+        sent = member.v if member.v.itemsize > 1 else member.v.view(torch.uint8)
+        v = ranks.gather(sent).view(member.v.dtype)[:, : member.width].contiguous()
         scale = member.v_scale
         scale = scale if scale is None else ranks.gather(scale)[: member.width].contiguous()
         return member.run("xw", total, v, bias, scale, member.compute)

@@ -6,6 +6,7 @@ weights are the checkpoint's, and the classes of `models` make the engine's tens
 """
 
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
@@ -183,13 +184,16 @@ def _changes(
     tp: int,
 ) -> Iterator[str]:
     """Say what differs from the checkpoint as the engine loads it."""
+    whole: defaultdict[str, list[str]] = defaultdict(list)
     for layer in layers:
         own = served.get(layer.name.removeprefix("model."))
         if layer.storage is not None and (own is None or own.storage is None):
-            yield (
-                f"{layer.name} is in {layer.storage} and multiplied out to {dtype} as the engine "
-                f"loads it at tp {tp}: it is no projection of a block, or ranks cannot divide it"
-            )
+            whole[layer.storage].append(layer.name)
+    for storage, names in whole.items():
+        yield (
+            f"{len(names)} in {storage}, first {names[0]}, multiplied out to {dtype} as the engine "
+            f"loads them at tp {tp}: no projection of a block, or none that ranks can divide"
+        )
     others = {
         header.dtype
         for name, header in headers.items()

@@ -15,6 +15,7 @@ from neuronmm_ops.checkpoint import check_tensors, inspect_headers, read_config
 from neuronmm_ops.engines.vllm_neuron import engine
 from neuronmm_ops.engines.vllm_neuron.launch import Kernels
 from neuronmm_ops.engines.vllm_neuron.model import put_low_rank_
+from neuronmm_ops.engines.vllm_neuron.weights import check_loading_
 from neuronmm_ops.parallel.sharding import check_heads
 
 FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
@@ -75,6 +76,7 @@ class NeuronMMForCausalLM(nn.Module):
         layers = {layer.name: layer for layer in report.layers}
         kernels = Kernels(can_run)
         put_low_rank_(model, layers, headers, group, kernels)
+        check_loading_(model)
         return model
 
 

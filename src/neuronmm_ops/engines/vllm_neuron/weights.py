@@ -6,6 +6,7 @@ read from the files by their loaders. All of a rank's parts have one width, fill
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -15,7 +16,8 @@ from neuronmm_ops.checkpoint import TensorHeader
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.engines.members import STORED, Member
 from neuronmm_ops.engines.vllm_neuron.engine import Slice, Transform, set_loader
-from neuronmm_ops.storages import FACTORS, SCALES, dequantized
+from neuronmm_ops.errors import CheckpointError
+from neuronmm_ops.storages import FACTORS, SCALES, dequantized, tensor_dtype
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, transform: Transform) -> nn.Parameter:
@@ -39,6 +41,28 @@ def set_loaders(member: Member) -> None:
     for key in member.shapes:
         own = getattr(member, key)
         setattr(member, key, parameter(tuple(own.shape), own.dtype, transform(key)))
+
+
+def check_loading_(model: Any) -> None:
+    """Have the engine's `load_weights` refuse, with a CheckpointError, to end with cast numbers."""
+    load = model.load_weights
+
+    def load_weights(*args: Any, **options: Any) -> Any:
+        result = load(*args, **options)
+        for name, module in model.named_modules():
+            if not isinstance(module, Member) or module.storage is None:
+                continue
+            wanted = tensor_dtype(module.storage, torch.float32)
+            matrices = [getattr(module, key) for key in module.shapes if len(key) == 1]
+            found = next((m.dtype for m in matrices if m.dtype != wanted), None)
+            if found is not None:
+                raise CheckpointError(
+                    f"{name} is in {module.storage}, the installed vllm-neuron casts it to "
+                    f"{found}; compress without --storage"
+                )
+        return result
+
+    model.load_weights = load_weights
 
 
 class Files:
