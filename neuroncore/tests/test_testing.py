@@ -170,7 +170,14 @@ def test_a_file_of_something_else_is_told(tmp_path, entry):
     with pytest.raises(ValueError, match="is no JSON document"):
         assert_kernel(scaled, (X,), baseline=path)
     path.write_text("[]")
-    assert "no such entry" in fails(scaled, (X,), baseline=path)
+    with pytest.raises(ValueError, match="holds no stored times"):
+        assert_kernel(scaled, (X,), baseline=path)
+
+
+def test_an_array_in_the_place_of_the_arguments():
+    with pytest.raises(TypeError, match="args must be a tuple or a dict of arguments; got ndarray"):
+        assert_kernel(scaled, X)
+    assert list(assert_kernel(scaled, (X,), targets="trn1")) == ["trn1"]
 
 
 def test_timeline_pages(chosen, tmp_path):

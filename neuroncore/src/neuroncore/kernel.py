@@ -17,6 +17,7 @@ from threadpoolctl import ThreadpoolController
 from neuroncore.boundary import Boundary, on_core
 from neuroncore.budget import Budget, within
 from neuroncore.checks.base import NkiValidationError, note, noted, refuse, wrong_call
+from neuroncore.checks.hazards import check_aliases, check_overlaps
 from neuroncore.checks.races import check_races
 from neuroncore.collector import no_collection
 from neuroncore.core import Follow, KernelRun, SimulatedCore, Uninitialised, running
@@ -216,6 +217,9 @@ def _run(
         if kernel.lnc == 2:
             for first in range(0, len(launch.cores), 2):
                 check_races(*[core.trace for core in launch.cores[first : first + 2]])
+        for core in launch.cores if launch.execute else ():
+            check_overlaps(core.trace)
+            check_aliases(core.trace)
         for boundary in boundaries:
             boundary.write_back()
         outputs = [b.leave(results[b.rank * kernel.lnc]) for b in boundaries]

@@ -76,13 +76,15 @@ def assert_kernel(
         timeline: write the timeline page, also where nothing fails; needs --neuroncore-artifacts.
 
     Returns the profile of each target. Raises AssertionError with a line for each problem, and
-    ValueError for arguments that no kernel could meet.
+    ValueError or TypeError for arguments that no kernel could meet.
     """
     __tracebackhide__ = True
     if unknown := set(allow) - RUN_RULES.keys():
         raise ValueError(
             f"allow: {', '.join(sorted(unknown))} is no rule of {', '.join(RUN_RULES)}"
         )
+    if not isinstance(args, tuple | list | Mapping):
+        raise TypeError(f"args must be a tuple or a dict of arguments; got {type(args).__name__}")
     kernel = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
     signature = inspect.signature(kernel.func)
     given = signature.bind(**args) if isinstance(args, Mapping) else signature.bind(*args)
@@ -93,7 +95,7 @@ def assert_kernel(
     entry = _entry(kernel.func.__name__, named, baseline)
     profiles: dict[str, Profile] = {}
     problems: list[str] = []
-    for target in targets:
+    for target in (targets,) if isinstance(targets, str) else targets:
         name = f"{entry} on {target}"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", NkiWarning)
@@ -169,6 +171,8 @@ def _stored(name: str, profile: Profile, baseline: str | os.PathLike[str]) -> li
     """Compare with the stored time, or store it where pytest was told to."""
     path = Path(baseline) if _is_file(baseline) else BASELINES
     known: Any = read_json(path) if path.is_file() else {}
+    if not isinstance(known, dict):
+        raise ValueError(f"{path} holds no stored times; remove it")
     if _Chosen.update:
         known[name] = {
             "kernel": profile.kernel_name,

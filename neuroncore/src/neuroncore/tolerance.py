@@ -19,6 +19,8 @@ from neuroncore.timing.trace import NkiInstruction
 _ENDS = ("core_barrier", "sendrecv", "nonzero_with_count", "sequence_bounds")
 """After which nothing is plain: what waits for another core, and what makes sizes."""
 
+_OF_A_LINE = 8
+
 
 @contextlib.contextmanager
 def running_on(found: list[NkiValidationError]) -> Generator[None]:
@@ -47,13 +49,19 @@ def _replace(stack: contextlib.ExitStack, module: Any, name: str, value: Any) ->
     setattr(module, name, value)
 
 
+def _keep(error: NkiValidationError, found: list[NkiValidationError]) -> None:
+    """Add an error without its frames, which hold tensors; of a loop's the first few."""
+    if sum(known.place == error.place for known in found) < _OF_A_LINE:
+        found.append(error.with_traceback(None))
+
+
 def _left_out(issue: Callable[..., Any], found: list[NkiValidationError]) -> Callable[..., Any]:
     @functools.wraps(issue)
     def attempt(*args: Any, **kwargs: Any) -> Any:
         try:
             return issue(*args, **kwargs)
         except NkiValidationError as error:
-            found.append(error)
+            _keep(error, found)
         for value in (*args, *kwargs.values()):
             if isinstance(value, NkiTensor):
                 value.storage.initialised = True
@@ -74,7 +82,7 @@ def _moved_in(
             moved = inside(t.shape[dim], k)
             if moved is None:
                 raise
-            found.append(error)
+            _keep(error, found)
             return moved
 
     return attempt

@@ -173,9 +173,10 @@ def make_arguments(values: Mapping[str, Any], seed: int, trace_only: bool) -> di
     """What a kernel is called with: arrays, or specs where no value is computed."""
     random = np.random.default_rng(seed)
     made: dict[str, Any] = {}
+    copies: dict[int, Any] = {}  # what is one array stays one
     for name, value in values.items():
         if not isinstance(value, Tensor | TensorFile):
-            made[name] = copy.deepcopy(value)  # a kernel may write its inputs
+            made[name] = copy.deepcopy(value, copies)  # a kernel may write its inputs
         else:
             made[name] = value.spec() if trace_only else value.values(random)
     return made

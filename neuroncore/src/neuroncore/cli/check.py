@@ -96,6 +96,7 @@ def _run(place: FunctionPath, launch: LaunchOptions) -> tuple[list[KernelFinding
     from neuroncore import NkiValidationError, NkiWarning
     from neuroncore import kernel as kernels
     from neuroncore.checks.base import COMMAND
+    from neuroncore.checks.hazards import check_banks
     from neuroncore.cli.files import kernel_of, module, reported
     from neuroncore.cli.findings import of_message
     from neuroncore.cli.runs import prepared, with_inputs
@@ -114,7 +115,9 @@ def _run(place: FunctionPath, launch: LaunchOptions) -> tuple[list[KernelFinding
                 code = kernel.func.__code__
                 start = code.co_filename, code.co_firstlineno
                 kernel, arguments = prepared(kernel, place, launch)
-                kernels.run(kernel, (), arguments, settings)
+                done = kernels.run(kernel, (), arguments, settings)
+                for times in done.profile.schedule.cores:
+                    check_banks(times)
             if not refused and kernel.lnc == 2 and orders:
                 again = replace(settings, schedules=orders)
                 with reported(place.path), module(place.path) as found:

@@ -6,7 +6,7 @@ import numpy as np
 
 from neuroncore import dtypes
 from neuroncore.checks import operands as check
-from neuroncore.checks.base import refuse
+from neuroncore.checks.base import note, refuse
 from neuroncore.isa.values import SBUF, raw, read
 from neuroncore.memory.indexing import VirtualRegister
 from neuroncore.memory.tensor import NkiTensor
@@ -72,6 +72,13 @@ def scatter(opcode: str, t: NkiTensor, values: np.ndarray, skip: bool) -> None:
             target[...] = values.reshape(target.shape)
         return
     rows = values.reshape(t.shape)
+    count = len(rows)
+    _, first, same = np.unique(offsets[:count], return_index=True, return_inverse=True)
+    if len(first) < count and (rows != rows[first[same]])[legal[:count]].any():
+        note(
+            f"{opcode}: an index of {t} occurs twice with other rows, and a DMA moves rows in no "
+            "order; make indices unique"
+        )
     for i in np.flatnonzero(legal[: t.shape[0]]):
         _row(t, int(offsets[i]))[...] = rows[i]
 

@@ -28,7 +28,7 @@ def order_to_fit(trace: Trace, machine: Machine) -> None:
     memories = (MemoryRegion.sbuf, MemoryRegion.psum)
     placed = [s for s in trace.storages if s.address is not None and s.first >= 0]
     covered = {m: liveness.covered([s for s in placed if s.memory is m]) for m in memories}
-    waits = _waits(trace, _resources(placed))
+    waits = waits_of(trace, _resources(placed))
     for room_of in (liveness.room_of, liveness.limit_of):
         room = {m: room_of(m, machine) - covered[m] for m in memories}
         order = _fitting(trace, room, waits)
@@ -50,7 +50,7 @@ def _resources(placed: list[Storage]) -> dict[Storage, int]:
     return numbers
 
 
-def _waits(trace: Trace, shared: dict[Storage, int]) -> list[set[int]]:
+def waits_of(trace: Trace, shared: dict[Storage, int]) -> list[set[int]]:
     """The instructions that each waits for: of its engine or queue, of its data, barriers."""
     before: list[set[int]] = []
     last: dict[object, int] = {}
