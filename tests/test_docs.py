@@ -2,11 +2,13 @@
 
 import itertools
 import re
+import runpy
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -258,6 +260,23 @@ def tree(top: Path) -> list[str]:
 
 def ends(paths: list[str], name: str) -> bool:
     return any(path.endswith(f"/{name}") for path in paths)
+
+
+def test_a_link_to_the_other_site_becomes_its_address_and_is_checked():
+    hook = runpy.run_path(str(ROOT / "docs" / "hooks" / "sites.py"))["on_page_markdown"]
+
+    def written(page: str, markdown: str) -> str:
+        file = SimpleNamespace(abs_src_path=str(ROOT / page))
+        return hook(markdown, page=SimpleNamespace(file=file))
+
+    link = "[`a`](../neuroncore/docs/modelled.md#what-is-not)"
+    assert written("docs/ops.md", link) == '<a href="../neuroncore/modelled/#what-is-not">`a`</a>'
+    assert written("docs/index.md", link).startswith('<a href="neuroncore/modelled/#')
+    back = "[b](../../docs/index.md)"
+    assert written("neuroncore/docs/run.md", back) == '<a href="../../">b</a>'
+    assert written("docs/ops.md", "[c](kernels.md)") == "[c](kernels.md)"
+    with pytest.raises(ValueError, match=r"docs/ops\.md links to \.\./neuroncore/docs/no\.md"):
+        written("docs/ops.md", "[d](../neuroncore/docs/no.md)")
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
