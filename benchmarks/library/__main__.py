@@ -115,7 +115,7 @@ def _row(options: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str
     done = subprocess.run(git, check=True, capture_output=True, text=True)  # noqa: S603 - ours
     reasons: dict[tuple[str, str], list[str]] = {}
     for result in results:
-        if result["outcome"] not in ("right", "no values", "skipped"):
+        if result["outcome"] not in ("right", "no values", "refused as expected", "skipped"):
             why = re.sub(r"\d+", "N", result["why"])[:200]
             reasons.setdefault((result["outcome"], why), []).append(result["case"])
     return {
