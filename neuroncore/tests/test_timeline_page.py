@@ -184,6 +184,21 @@ def test_tensors_by_name_say_who_writes_and_reads_them(saved):
     assert total["count"] == 4
 
 
+def test_tensors_without_a_source_line_keep_their_numbers(tmp_path):
+    scope = dict(vars(profiled))
+    lines = (
+        "def kernel(x):",
+        "    a, b = nl.ndarray((128, 512), x.dtype), nl.ndarray((64, 8), x.dtype)",
+        "    nisa.memset(a, 1.0)",
+        "    nisa.memset(b, 1.0)",
+        "    return x",
+    )
+    exec("\n".join(lines), scope)  # noqa: S102
+    profile_of(scope["kernel"], (128, 512)).save_timeline(tmp_path / "page.html")
+    about, _ = unpacked((tmp_path / "page.html").read_text())
+    assert {tensor["name"] for tensor in about["tensors"]} == {"sbuf1", "sbuf2"}
+
+
 def test_what_would_help_is_on_the_page(one_core, saved):
     about, _ = unpacked(saved.read_text())
     assert about["what_would_help"] == one_core.what_would_help

@@ -79,7 +79,8 @@ def name_of(storage: Storage) -> str:
         return storage.name
     text = statement(storage.code.co_filename, storage.line)
     assigned = re.match(r"(\w+)\s*(?::[^=]+)?=[^=]", text)
-    return assigned[1] if assigned else f"{storage.code.co_name}()"
+    made = f"{storage.code.co_name}()" if text else storage.name
+    return assigned[1] if assigned else made
 
 
 def tables(schedule: Schedule) -> dict[str, list[dict[str, Any]]]:
