@@ -5,15 +5,15 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
-import io
 import re
-import tokenize
 from dataclasses import replace
 from typing import Any
 
 from neuroncore import isa
+from neuroncore.checks.lint_source import FunctionNode
 from neuroncore.legacy import names as beta
 from neuroncore.migrate import tables
+from neuroncore.migrate.names import NISA, NKI, NL, Names
 from neuroncore.migrate.values import (
     Box,
     ByHandError,
@@ -30,73 +30,10 @@ from neuroncore.migrate.values import (
     view,
 )  # fmt: skip
 
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
-_NKI = "neuronxcc.nki"
-_NL, _NISA = f"{_NKI}.language", f"{_NKI}.isa"
-
-
 _IDENTITY = ("numpy.identity", "numpy.eye")
 _CONDITIONAL = (
     ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp,
 )  # fmt: skip
-
-
-class Names:
-    """What the names of a file stand for, and what its new text calls the packages."""
-
-    def __init__(self, tree: ast.Module) -> None:
-        self.dotted: dict[str, str] = {}
-        self.buffers: dict[str, str] = {}
-        self.used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                for a in node.names:
-                    top = a.name.partition(".")[0]
-                    self.dotted[a.asname or top] = a.name if a.asname else top
-            elif isinstance(node, ast.ImportFrom):
-                self.dotted |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-        spelled = {dotted: name for name, dotted in self.dotted.items()}
-        self.nl, self.nisa = spelled.get(_NL, "nl"), spelled.get(_NISA, "nisa")
-        self.nki = spelled.get(_NKI, "nki")
-        self.kernels = {
-            n.name for n in ast.walk(tree) if isinstance(n, FunctionNode) and n.decorator_list
-        }
-        uses = {f"{_NL}.program_id", f"{_NL}.num_programs"}
-        self.grids = {
-            f.name for f in ast.walk(tree) if isinstance(f, FunctionNode) and any(
-                self.of(n) in uses for n in ast.walk(f) if isinstance(n, ast.Attribute | ast.Name))
-        }  # fmt: skip
-        for node in ast.walk(tree):  # what returns an allocator's place stands for its memory
-            made = node.value if isinstance(node, ast.Assign | ast.Return) else None
-            found = {m for n in ast.walk(made) if (m := self.memory(n))} if made else set()
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and found:
-                self.buffers[node.targets[0].id] = found.pop()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                ends = [n.value for n in ast.walk(node) if isinstance(n, ast.Return) and n.value]
-                found = {m for e in ends for n in ast.walk(e) if (m := self.memory(n))}
-                if len(found) == 1:
-                    self.buffers[node.name] = found.pop()
-
-    def of(self, node: ast.AST) -> str:
-        """The dotted name of an expression, resolved through imports; "" where it has none."""
-        if isinstance(node, ast.Name):
-            return self.dotted.get(node.id, "")
-        if isinstance(node, ast.Attribute):
-            before = self.of(node.value)
-            return f"{before}.{node.attr}" if before else ""
-        return ""
-
-    def memory(self, node: ast.AST) -> str:
-        """The memory that an allocator's place, or what returns one, stands for."""
-        if isinstance(node, ast.Call):
-            return self.memory(node.func)
-        if isinstance(node, ast.Attribute) and node.attr in self.buffers:
-            return self.buffers[node.attr]
-        name = self.of(node)
-        if name.startswith(f"{_NKI}.compiler."):
-            return name.split(".")[3] if name.split(".")[3] in ("sbuf", "psum") else ""
-        return self.buffers.get(node.id, "") if isinstance(node, ast.Name) else ""
 
 
 class Scope:
@@ -165,7 +102,7 @@ class Scope:
 
     def _attribute(self, node: ast.Attribute, _: str) -> Value | None:
         dotted = self.names.of(node)
-        if dotted.startswith(f"{_NL}.fp32."):
+        if dotted.startswith(f"{NL}.fp32."):
             return Value("-3.4028235e38" if node.attr == "min" else "3.4028235e38")
         if isinstance(node.value, ast.Name) and node.value.id in self.env:
             of = self.env[node.value.id]
@@ -209,7 +146,7 @@ class Scope:
         return None
 
     def _subscript(self, node: ast.Subscript, _: str) -> Value | None:
-        if self.names.of(node.value) == f"{_NL}.mgrid":
+        if self.names.of(node.value) == f"{NL}.mgrid":
             slices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
             axes = []
             for i, s in enumerate(slices):
@@ -308,7 +245,7 @@ class Scope:
 
     def _call(self, node: ast.Call, name: str) -> Value | None:
         dotted = self.names.of(node.func)
-        if isinstance(node.func, ast.Call | ast.Subscript) or dotted.startswith(f"{_NKI}."):
+        if isinstance(node.func, ast.Call | ast.Subscript) or dotted.startswith(f"{NKI}."):
             found = self._launch(node, dotted)
             if found is not None:
                 return found
@@ -325,16 +262,16 @@ class Scope:
             return None
         if dotted == "numpy.dtype" and len(node.args) == 1:
             return Value(self.dtype(node.args[0]))
-        if dotted.startswith(f"{_NISA}."):
+        if dotted.startswith(f"{NISA}."):
             return self._isa(dotted.rpartition(".")[2], node, name)
-        if not dotted.startswith(f"{_NL}."):
+        if not dotted.startswith(f"{NL}."):
             return None
         return self._nl(dotted.rpartition(".")[2], node, name)
 
     def _launch(self, node: ast.Call, dotted: str) -> Value | None:
         """Calls of the host: wrappers of kernels, and launches of a grid."""
         called = self.names.of(node.func.func) if isinstance(node.func, ast.Call) else dotted
-        wrapper = called.removeprefix(f"{_NKI}.")
+        wrapper = called.removeprefix(f"{NKI}.")
         if wrapper in ("benchmark", "profile"):
             raise ByHandError("benchmark")
         if wrapper == "simulate_kernel" and node.args:
@@ -364,7 +301,7 @@ class Scope:
 
     def _programs(self, node: ast.expr) -> str:
         """The number of programs on an axis of a grid; 0 is one."""
-        if isinstance(node, ast.Call) and self.names.of(node.func) == f"{_NL}.spmd_dim":
+        if isinstance(node, ast.Call) and self.names.of(node.func) == f"{NL}.spmd_dim":
             size, cores = node.args
             cores = cores.args[0] if isinstance(cores, ast.Call) else cores
             return product(self.value(size).text, self.value(cores).text)
@@ -472,7 +409,7 @@ class Scope:
     def _op(self, node: ast.expr) -> str:
         dotted = self.names.of(node)
         last = dotted.rpartition(".")[2]
-        if dotted.startswith(("numpy.", f"{_NL}.")):
+        if dotted.startswith(("numpy.", f"{NL}.")):
             return f"{self.names.nl}.{beta.SYNONYMS.get(last, last)}"
         return self.value(node).text
 
@@ -527,7 +464,7 @@ class Scope:
             return found, 0
         places = [
             i for i, n in enumerate(node.elts)
-            if isinstance(n, ast.Call) and self.names.of(n.func) == f"{_NL}.par_dim"
+            if isinstance(n, ast.Call) and self.names.of(n.func) == f"{NL}.par_dim"
         ]  # fmt: skip
         return tuple(self.value(n).text for n in node.elts), places[0] if places else 0
 
@@ -758,22 +695,22 @@ class Scope:
         call = self.names.of(node.func) if isinstance(node, ast.Call) else ""
         root = re.split(r"\W", target.base.text if target.base else target.text)[0]
         in_psum = target.memory == "psum" and (root in self.sums or not adding)
-        if isinstance(node, ast.Call) and call == f"{_NISA}.nc_matmul" and in_psum:
+        if isinstance(node, ast.Call) and call == f"{NISA}.nc_matmul" and in_psum:
             self._isa("nc_matmul", node, "", target)
             if not adding:  # whatever was there is overwritten
                 self.lines[-1] = f"{self.lines[-1][:-1]}, accumulate=False)"
             return
-        if isinstance(node, ast.Call) and call == f"{_NL}.loop_reduce":
+        if isinstance(node, ast.Call) and call == f"{NL}.loop_reduce":
             given = self._given(node, "data", "op")
             op = self._op(given["op"]).rpartition(".")[2]
             self.binary(op, target, self.value(given["data"]), to=target)
             return
         if adding:
             self.binary("add", target, self.value(node), to=target)
-        elif isinstance(node, ast.Call) and call.startswith(f"{_NISA}."):
+        elif isinstance(node, ast.Call) and call.startswith(f"{NISA}."):
             if self._isa(call.rpartition(".")[2], node, "", target) is None:
                 raise ByHandError("result")
-        elif isinstance(node, ast.Call) and call == f"{_NL}.load":
+        elif isinstance(node, ast.Call) and call == f"{NL}.load":
             given = self._given(node, "src")
             src = self._tensor(self.value(given["src"]))
             copied = "tensor_copy" if src.memory == "sbuf" else "dma_copy"
@@ -862,13 +799,3 @@ def _lists(name: str, blocks: tuple[str, ...], made: str, used: set[str]) -> lis
         lines.append(f"{pad}    {holder}.append({inner})")
         holder = f"{holder}[{variable}]"
     return lines
-
-
-def comments(text: str) -> list[str]:
-    """The comments of a statement that is replaced, but for one at its end."""
-    reader = io.StringIO(text).readline
-    try:
-        found = [t for t in tokenize.generate_tokens(reader) if t.type == tokenize.COMMENT]
-    except (tokenize.TokenError, IndentationError):
-        return []
-    return [t.string for t in found]
