@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="dtype of the files (default auto: the checkpoint's)",
+        help="dtype in which the engine computes (default auto: the checkpoint's)",
     )
     described = "an ordinary checkpoint, its factors multiplied out: loads anywhere, no smaller"
     _add_whole(engines, "dense", _export_dense, _show_dense, described, "small -o same")
