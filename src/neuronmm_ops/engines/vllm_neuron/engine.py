@@ -4,45 +4,18 @@ Names and signatures are those of "How to onboard a model to vLLM Neuron" (Neuro
 the public source of its releases.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from neuronmm_ops.ops.backends.environment import wrapper
 
-
-class GroupCoordinator(Protocol):
-    """The tensor-parallel ranks: vLLM's `GroupCoordinator`."""
-
-    world_size: int
-
-    def all_gather(self, input_: Tensor, dim: int) -> Tensor:
-        """Concatenate the ranks' tensors in a dimension."""
-        ...
-
-    def all_reduce(self, input_: Tensor) -> Tensor:
-        """Add the ranks' tensors."""
-        ...
-
-    def reduce_scatter(self, input_: Tensor, dim: int) -> Tensor:
-        """Add the ranks' tensors, and keep this rank's part of a dimension."""
-        ...
-
-
-class Slice(Protocol):
-    """A tensor in a safetensors file, of which parts can be read."""
-
-    def get_shape(self) -> Sequence[int]:
-        """Its sizes."""
-        ...
-
-    def __getitem__(self, index: Any) -> Tensor:
-        """Read a part."""
-        ...
-
-
+GroupCoordinator = Any
+"""The tensor-parallel ranks: vLLM's `GroupCoordinator`."""
+Slice = Any
+"""A tensor in a safetensors file, of which parts can be read."""
 _HOP = "vllm_neuron.nki.nki_hop"
 """Where release 0.21 has what later ones divide between two modules."""
 Transform = Callable[[list[Slice], int], Tensor]
@@ -67,7 +40,7 @@ def model_path() -> str:
     """The model that the server was asked to load."""
     from vllm.config import get_current_vllm_config  # pyright: ignore
 
-    return get_current_vllm_config().model_config.model
+    return get_current_vllm_config().model_config.model  # pyright: ignore
 
 
 def kernel_test() -> Callable[[Tensor | str], bool]:
