@@ -111,7 +111,7 @@ def test_the_older_vllm_neuron_runs_on_nxd_inference(machine):
     machine.package("vllm_neuron", "0.2.0", {"vllm_neuron/platform.py": ""})
     reason = "neuronx-distributed-inference: not installed"
     assert said("vllm-neuron") == ("0.2.0", True, False, reason)
-    machine.package("neuronx_distributed_inference", "0.7.0", {})
+    machine.package("neuronx_distributed_inference", "0.9.0", {})
     machine.package("neuronx_distributed", "0.16.0", {})
     machine.package("transformers", "4.57.1", {})
     machine.torch_neuronx()
@@ -120,10 +120,10 @@ def test_the_older_vllm_neuron_runs_on_nxd_inference(machine):
 
 
 def test_nxd_inference(machine):
-    machine.package("neuronx_distributed_inference", "0.7.0", {})
+    machine.package("neuronx_distributed_inference", "0.9.0", {})
     machine.package("transformers", "4.57.1", {})
     name = "neuronx-distributed-inference"
-    assert said(name) == ("0.7.0", None, False, "needs neuronx-distributed; needs torch-neuronx")
+    assert said(name) == ("0.9.0", None, False, "needs neuronx-distributed; needs torch-neuronx")
     machine.package("neuronx_distributed", "0.16.0", {"neuronx_distributed/__init__.py": ""})
     machine.torch_neuronx()
     assert said(name)[2:] == (True, "neuronmm export nxdi DIR; untested on hardware")
@@ -131,7 +131,7 @@ def test_nxd_inference(machine):
 
 
 def test_nxd_inference_beside_a_later_transformers(machine):
-    machine.package("neuronx_distributed_inference", "0.7.0", {})
+    machine.package("neuronx_distributed_inference", "0.9.0", {})
     machine.package("transformers", "5.23.0", {})
     reason = engine("neuronx-distributed-inference")["reason"]
     assert reason.endswith("needs transformers 4, got 5.23.0; leave neuronmm-ops[hf] out")

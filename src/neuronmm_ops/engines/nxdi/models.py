@@ -54,7 +54,7 @@ NXDI = NxdEngine(
     "neuronx_distributed_inference.models.{0}.modeling_{0}",
     "Neuron{}ForCausalLM",
     tuple(FAMILIES),
-    ("0.7.", "0.9."),
+    ("0.9.",),
 )
 OPTIMUM = NxdEngine(
     "optimum-neuron",
