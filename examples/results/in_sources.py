@@ -7,10 +7,8 @@ from writing import table
 
 def in_sources() -> str:
     """A row an engine: its sources' commits, what of it ran, what came out, and the command."""
-    documents = [document(name) or [] for name in ("engines_optimum", "engines")]
-    latest = {row["engine"]: row for found in documents for row in found}
     rows: list[tuple[str, ...]] = []
-    for row in sorted(latest.values(), key=lambda row: row["engine"]):
+    for row in document("engines") or []:
         sources = [
             f"{repository.partition('/')[2]} {version}, [{commit[:7]}]"
             f"(https://github.com/{repository}/tree/{commit})"

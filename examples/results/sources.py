@@ -122,7 +122,6 @@ def datasets() -> dict[str, Dataset]:
         Dataset("whole", tuple(_whole()), 6),
         Dataset("rival", (RIVAL,), 1),
         Dataset("engines", (ENGINES,), 15),
-        Dataset("engines_optimum", (f"{ENGINES} --engine optimum-neuron",), 3),
         Dataset("tensor_parallel", tuple(_divided()), 3),
     ]
     found += [Dataset(f"model_{name}", tuple(_models(name)), 1) for name in SHAPES]
