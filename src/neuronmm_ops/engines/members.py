@@ -151,11 +151,12 @@ class Member(nn.Module):
             raise CheckpointError(
                 f"{name}: config.json asks for {expected}, the file has {given}; {MISMATCH}"
             )
-        part = self.cut(key, whole, self.place.rank)
         own = getattr(self, key)
-        if is_rehearsal:
-            torch.empty_like(own, device="meta").copy_(part)
+        if is_rehearsal:  # without `cut`, whose copies would be counted, too
+            loaded = torch.empty_like(own, device="meta")
+            loaded.copy_(torch.empty_like(loaded))
             return
+        part = self.cut(key, whole, self.place.rank)
         if own.is_meta:  # packed
             own = nn.Parameter(torch.empty_like(own, device=part.device), requires_grad=False)
             setattr(self, key, own)
