@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,11 @@ def test_it():
 def step(name: str, folder: Path, **variables: str) -> int:
     """Run a step's script as GitHub does, and return its exit code."""
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", STEPS[name]["run"]]
+    # its step Install puts the commands of these tests' environment on the path
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, **variables}
     return subprocess.run(
-        command, cwd=folder, env={**os.environ, **variables}, capture_output=True, check=False
+        command, cwd=folder, env=environment, capture_output=True, check=False
     ).returncode
 
 
