@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neuronmm_ops.checkpoint import TensorHeader
@@ -136,18 +137,14 @@ def _divide_output(
     The engine's kernel multiplies by the first one in the model's dtype, and by a dense matrix.
     """
     tp = group.world_size
-    rows = part_width(layer.K, tp)
     width = layer.N if layer.r is None else _EVEN * part_width(layer.r, _EVEN)
 
     def read(slices: list[Slice], rank: int) -> Tensor:
-        own = part(layer.K, rank, tp, f"rows of {layer.name}", padded=True)
-        every = slice(None)
-        found = files.columns(layer, every) if layer.r is None else files.matrix(layer, 0, every)
-        made = found.new_zeros(rows, width)
-        made[: own.stop - own.start, : found.shape[1]] = found[own]
-        return made.to(dtype)
+        own = part(layer.K, rank, tp, f"rows of {layer.name}")
+        found = files.matrix(layer, None if layer.r is None else 0, rows=own)
+        return F.pad(found, (0, width - found.shape[1])).to(dtype)
 
-    attention.o_proj_weight = parameter((rows, width), dtype, read)
+    attention.o_proj_weight = parameter((layer.K // tp, width), dtype, read)
     if layer.r is None:
         return
     output = member_for(replace(layer, r=width), "row", group, kernels, dtype, LowRankOutput)

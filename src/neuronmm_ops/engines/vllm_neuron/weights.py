@@ -17,7 +17,9 @@ from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.engines.members import STORED, Member
 from neuronmm_ops.engines.vllm_neuron.engine import Slice, Transform, set_loader
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.storages import FACTORS, SCALES, dequantized, tensor_dtype
+from neuronmm_ops.storages import FACTORS, SCALES, STORAGES, dequantized, tensor_dtype
+
+ALL = slice(None)
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, transform: Transform) -> nn.Parameter:
@@ -73,22 +75,25 @@ class Files:
 
     def columns(self, layer: LayerReport, own: slice) -> Tensor:
         """Return columns of a layer's matrix `[K, N]` in fp32; of a low-rank one, of u @ v."""
-        if layer.r is not None:
-            return self.matrix(layer, 0, slice(None)) @ self.matrix(layer, 1, own)
-        if layer.storage is not None:
-            return self._stored(layer.name, *STORED, own)
-        return self._read(f"{layer.name}.weight", (own, slice(None))).t().float()
+        if layer.r is None:
+            return self.matrix(layer, None, columns=own)
+        return self.matrix(layer, 0) @ self.matrix(layer, 1, columns=own)
 
-    def matrix(self, layer: LayerReport, index: int, own: slice) -> Tensor:
-        """Return columns of the first factor or the second, in fp32."""
-        return self._stored(layer.name, FACTORS[index], SCALES[index], own)
-
-    def _stored(self, name: str, key: str, scale: str, own: slice) -> Tensor:
-        found = self._read(f"{name}.{key}", (slice(None), own))
-        if f"{name}.{scale}" not in self.headers:
-            return found.float()
-        scales = self._read(f"{name}.{scale}", (slice(None),))[..., own]
-        return dequantized(found, scales, torch.float32)
+    def matrix(
+        self, layer: LayerReport, factor: int | None, rows: slice = ALL, columns: slice = ALL
+    ) -> Tensor:
+        """Return a part of the first factor, the second, or a dense `[K, N]` (None), in fp32."""
+        if factor is None and layer.storage is None:
+            return self._read(f"{layer.name}.weight", (columns, rows)).t().float()
+        key, scale = STORED if factor is None else (FACTORS[factor], SCALES[factor])
+        name = f"{layer.name}.{key}"
+        if layer.storage is None:
+            return self._read(name, (rows, columns)).float()
+        scales = self._read(f"{layer.name}.{scale}", (ALL,))[..., columns]
+        if STORAGES[layer.storage].group is None:
+            return dequantized(self._read(name, (rows, columns)), scales, torch.float32)
+        # Rows share numbers and scales.
+        return dequantized(self._read(name, (ALL, columns)), scales, torch.float32)[rows]
 
     def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         with safe_open(self.headers[name].file, framework="pt") as file:
