@@ -19,6 +19,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Precompiled headers pay when inductor compiles more than these few files.
 os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
 
+# Read when Triton is imported, by torch's compiler, too: kernels for GPUs are interpreted.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # These engines have environments of their own: `make test-xla` and `make test-vllm` set the
 # variables, and each runs its folder alone.
 ENGINES = {"xla": "PJRT_DEVICE", "vllm": "VLLM_CPU_KVCACHE_SPACE"}

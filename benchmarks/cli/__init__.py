@@ -39,7 +39,16 @@ def parser() -> argparse.ArgumentParser:
     description = "the cost of an op call"
     command = add_command(commands, "overhead", _overhead, show_rows, description)
     command.add_argument("--xla", action="store_true", help="time tracing on XLA tensors instead")
+    description = "the ops on an NVIDIA GPU, beside dense layers and cuBLAS's pairs"
+    add_command(commands, "gpu", _gpu, show_rows, description)
     return root
+
+
+def _gpu(_: argparse.Namespace) -> list[dict[str, Any]]:
+    from benchmarks import gpu
+
+    with stderr.status("measuring on the GPU"):
+        return gpu.run()
 
 
 def _overhead(options: argparse.Namespace) -> list[dict[str, Any]]:

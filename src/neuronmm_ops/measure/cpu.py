@@ -152,7 +152,7 @@ def _time(case: Comparison, copies: int) -> PairedTimes:
     x = torch.randn(case.M, case.K, dtype=case.dtype, requires_grad=case.backward)
     candidates = {
         name: _step([make() for _ in range(copies)], x, case.backward)
-        for name, make in _makers(case).items()
+        for name, make in makers(case).items()
     }
     mode = torch.enable_grad if case.backward else torch.inference_mode
     return time_paired(candidates, case.rounds, mode=mode)
@@ -172,7 +172,15 @@ def _step(layers: list[nn.Module], x: Tensor, backward: bool) -> Callable[[int],
     return both
 
 
-def _makers(case: Comparison) -> dict[str, Callable[[], nn.Module]]:
+def layer_of(op: str, K: int, N: int, linear: Callable[[int, int], nn.Module]) -> nn.Module:
+    """Return what `xuv` or `svd_mlp` replaces, of Linears that are made from their sizes."""
+    if op == "xuv":
+        return linear(K, N)
+    return _GatedMLP(linear(K, N), linear(K, N), linear(N, K))
+
+
+def makers(case: Comparison) -> dict[str, Callable[[], nn.Module]]:
+    """Return what makes a copy of each candidate; with a storage there is one more, `stored`."""
     K, N, r, dtype = case.K, case.N, case.r, case.dtype
 
     def linear(K: int, N: int) -> nn.Module:
@@ -181,11 +189,6 @@ def _makers(case: Comparison) -> dict[str, Callable[[], nn.Module]]:
     def pair(K: int, N: int) -> nn.Module:
         return nn.Sequential(linear(K, r), linear(r, N))
 
-    def layer(make: Callable[[int, int], nn.Module]) -> nn.Module:
-        if case.op == "xuv":
-            return make(K, N)
-        return _GatedMLP(make(K, N), make(K, N), make(N, K))
-
     def op(storage: str | None = None) -> nn.Module:
         if case.op == "xuv":
             made: nn.Module = SVDLinear(K, N, r, bias=False, dtype=dtype, storage=storage)
@@ -193,10 +196,14 @@ def _makers(case: Comparison) -> dict[str, Callable[[], nn.Module]]:
             made = SVDMLP(K, N, (r, r, r), dtype=dtype, storage=storage)
         return relayout_(made)
 
-    makers = {"dense": lambda: layer(linear), "two_gemm": lambda: layer(pair), "op": op}
+    made: dict[str, Callable[[], nn.Module]] = {
+        "dense": lambda: layer_of(case.op, K, N, linear),
+        "two_gemm": lambda: layer_of(case.op, K, N, pair),
+        "op": op,
+    }
     if case.storage is not None:
-        makers["stored"] = lambda: op(case.storage)
-    return makers
+        made["stored"] = lambda: op(case.storage)
+    return made
 
 
 class _GatedMLP(nn.Module):

@@ -76,7 +76,7 @@ def run(
         batch: sequences.
         compile: also measure with `torch.compile`.
         rounds: of timing; fewer where those of two models take more than `LIMIT_S`.
-        device: to compute on; cuda is not tested.
+        device: to compute on, such as `cpu` or `cuda:1`.
         progress: called with (what, done, total).
 
     Returns:

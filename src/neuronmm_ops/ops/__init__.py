@@ -1,6 +1,7 @@
 """The ops `neuronmm::xuv`, `svd_mlp`, `decoder_layer` and their siblings. Imports torch only."""
 
 # The launchers of devices register their kernels.
+from neuronmm_ops.ops import cuda as cuda
 from neuronmm_ops.ops.backends import neuron as neuron
 from neuronmm_ops.ops.backends import xla as xla
 from neuronmm_ops.ops.backends.simulated import last_profile, use_impl

@@ -79,8 +79,10 @@ class Int4(WeightStorage):
         numbers = torch.empty(shape, dtype=dtype, device=tensor.device)
         numbers[:, 0], numbers[:, 1] = tensor & 15, tensor >> 4
         numbers = numbers.flatten(0, 1).sub_(ZERO)
-        for rows, factor in zip(numbers.split(self.group), scale, strict=True):
-            rows.mul_(factor)
+        whole = len(numbers) // GROUP
+        of_groups = numbers[: whole * GROUP].unflatten(0, (whole, GROUP))
+        of_groups.mul_(scale[:whole, None])
+        numbers[whole * GROUP :].mul_(scale[whole:])
         return numbers
 
     def why_not(self, tensor: Tensor) -> str | None:

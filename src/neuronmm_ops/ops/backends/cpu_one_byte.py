@@ -1,4 +1,4 @@
-"""Products with stored matrices: a vector reads each byte once.
+"""Products with stored matrices, on CPUs and GPUs: a vector reads each byte once.
 
 Where torch has no kernel for the storage, the matrix is widened a strip at a time, which stays in
 the cache until it is multiplied. The scale multiplies the sums, in fp32.
@@ -33,6 +33,13 @@ def scaled_mm(a: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None = None) -
     storage = storage_of(w.dtype)
     assert storage is not None
     K, N = storage.size(*w.shape)
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        wide, factor = storage.widened(w, scale, a.dtype)
+        sums, y = torch.mm(a, wide, out_dtype=torch.float32), a.new_empty(len(a), N)
+        # one pass over the sums, rounded where they are written
+        if bias is None:
+            return torch.mul(sums, factor, out=y)
+        return torch.addcmul(bias, sums, factor, out=y)
     # float16 would overflow before the scale is applied.
     is_wide = a.dtype == torch.float16 or (a.is_cpu and a.dtype in SLOW_DTYPES)
     multiplied_in = _wide(a) if is_wide else a.dtype

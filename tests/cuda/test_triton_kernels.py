@@ -1,0 +1,103 @@
+"""The Triton kernels: on a GPU, and where there is none in Triton's interpreter, on a CPU."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from commands import run
+from operands import PLAIN, magnitude_of
+from tolerances import assert_close_to_oracle
+from torch import Tensor
+
+from neuronmm_ops.nn.nearest import nearest
+from neuronmm_ops.ops import cuda
+from neuronmm_ops.ops.definitions import SPECS
+from neuronmm_ops.ops.products import batched
+from neuronmm_ops.storages import STORAGES, dequantized
+
+ON_GPU = torch.cuda.is_available()
+# The interpreter's dot takes the bits of bfloat16 for integers.
+DTYPES = (torch.float16, torch.bfloat16) if ON_GPU else (torch.float16,)
+DEVICE = "cuda" if ON_GPU else "cpu"
+# more than a step along each contraction, and none a multiple of a tile
+SIZES = {"K": 330, "N": 150, "I": 210, "r": 140, "r_gate": 36, "r_up": 140, "r_down": 20}
+
+
+def operands(
+    op: str, lead: tuple[int, ...], dtype: torch.dtype, storage: str | None, by_column: bool
+) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, Tensor] = {}
+    for operand in SPECS[op].operands:
+        shape = tuple(SIZES[name] for name in operand.sizes)
+        is_factor = operand.role == "factor"
+        value = torch.randn((*lead, *shape) if operand.name == "x" else shape, generator=generator)
+        value = value / shape[0] ** 0.5 if is_factor else value
+        if is_factor and storage is not None:
+            value, found[f"{operand.name}_scale"] = nearest(value, STORAGES[storage])
+        else:
+            value = value.to(dtype)
+        found[operand.name] = value.t().contiguous().t() if is_factor and by_column else value
+    return {name: value.to(DEVICE) for name, value in found.items()}
+
+
+def assert_right(op: str, tensors: dict[str, Tensor], **choices: str) -> None:
+    dtype, low, exact = tensors["x"].dtype, list[Tensor](), list[Tensor]()
+    for operand in SPECS[op].operands:
+        value = tensors[operand.name]
+        scale = tensors.get(f"{operand.name}_scale")
+        exact.append(dequantized(value, scale, torch.float64).double())
+        low.append(exact[-1].to(dtype))
+    oracle = PLAIN[op](*exact, **choices)
+    call = SPECS[op].complete((), {**tensors, **choices})
+    SPECS[op].check(*call)
+    given, (*options, compute) = SPECS[op].split(call)
+    assert cuda.takes(given, compute)
+    actual = batched(cuda.KERNELS[op](given, *options), tensors["x"])
+    magnitude = magnitude_of(op, *exact)
+    assert_close_to_oracle(actual, oracle, PLAIN[op](*low, **choices), magnitude)
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+@pytest.mark.parametrize("storage", [None, "fp8", "int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", cuda.KERNELS)
+def test_values_are_those_of_the_oracle(op, dtype, storage, by_column):
+    for lead in ((), (1,), (2, 3), (33,)):
+        assert_right(op, operands(op, lead, dtype, storage, by_column))
+
+
+@pytest.mark.slow
+def test_they_compile_without_a_gpu(tmp_path):
+    program = Path(__file__).with_name("compiled.py")
+    output = run(sys.executable, program, TRITON_INTERPRET=0, TRITON_CACHE_DIR=tmp_path)
+    assert output == "compiled\n"
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu"])
+def test_activations(activation):
+    tensors = operands("svd_mlp", (5,), torch.float16, None, by_column=True)
+    assert_right("svd_mlp", tensors, activation=activation)
+
+
+def test_weights_may_be_windows_of_others():
+    tensors = operands("xuv", (3,), torch.float16, None, by_column=False)
+    for name in ("x", "u", "v"):
+        wide = torch.zeros([size + 7 for size in tensors[name].shape], dtype=torch.float16)
+        window = wide.to(DEVICE)[2 : 2 + len(tensors[name]), 3 : 3 + tensors[name].shape[1]]
+        tensors[name] = window.copy_(tensors[name])
+    assert_right("xuv", tensors)
+
+
+@pytest.mark.parametrize(
+    ("lead", "dtype", "compute"),
+    [
+        ((65,), torch.float16, "x"),
+        ((2,), torch.float32, "x"),
+        ((0,), torch.float16, "x"),
+        ((2,), torch.float16, "fp8"),
+    ],
+)
+def test_other_calls_are_not_taken(lead, dtype, compute):
+    assert not cuda.takes([torch.zeros(*lead, 8, dtype=dtype)], compute)
