@@ -97,6 +97,35 @@ def cpu() -> list[str]:
     ]
 
 
+GPU_TIMES = ("dense", "dense_fp8", "two_gemm", "op", "fp8", "int8", "int4")
+
+
+def gpu() -> list[str]:
+    """The ops' times on a GPU."""
+    rows: list[Row] = document("gpu") or []
+    if not rows:
+        return []
+    return [
+        "## Ops on a GPU",
+        f"Measured: {rows[0]['device']}, bf16 activations, microseconds a call in a CUDA graph "
+        "over weights that no cache holds. *Dense fp8* is `torch._scaled_mm` on activations that "
+        "are rounded beforehand. *Of GEMMs*: cuBLAS's two products over the op in bf16; *of fp8*: "
+        "dense fp8 over the op in fp8. Above 64 tokens the op is the two products, and one byte "
+        "loses: factors are widened first. The last rows of the largest shape were not run.",
+        table(
+            ["op", "K, N, r", "M", *GPU_TIMES, "of GEMMs", "of fp8"],
+            [
+                [
+                    *(f"`{row['op']}`", f"{row['K']}, {row['N']}, {row['r']}", row["M"]),
+                    *(f"{row[f'{name}_us']:.1f}" for name in GPU_TIMES),
+                    *(f"{row[name]:.2f}" for name in ("of_two_gemm", "of_dense_fp8")),
+                ]
+                for row in rows
+            ],
+        ),
+    ]
+
+
 def forward() -> list[Row]:
     """The CPU's rows without gradients."""
     return [row for row in document("cpu") or [] if row["pass"] == FORWARD]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from measured import cpu, generation, quality
+from measured import cpu, generation, gpu, quality
 from modelled import clock, figure1, pareto, whole_models
 from sources import Dataset, datasets, read
 from writing import MARK, page, table
@@ -27,6 +27,7 @@ def results_page() -> str:
         *figure1(),
         *clock(),
         *cpu(),
+        *gpu(),
         *generation(),
         *_sources(),
     )

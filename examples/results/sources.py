@@ -116,6 +116,7 @@ def datasets() -> dict[str, Dataset]:
             3,
             measured=True,
         ),
+        Dataset("gpu", ("python benchmarks gpu",), 2, measured=True),
         Dataset("configuration", tuple(_configuration()), 4),
         Dataset("pareto", tuple(_pareto()), 2),
         Dataset("published", ("python benchmarks published",), 2),
