@@ -21,10 +21,12 @@ from neuronmm_ops.ops import mlp, svd_mlp, svd_qkv, xuv, xw
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.ops.spec import FLOAT_DTYPES
 from neuronmm_ops.parallel.sharding import matrix_dims, pair_dims, part, part_width
-from neuronmm_ops.storages import FACTORS, STORAGES, pair_shapes, tensor_dtype
+from neuronmm_ops.storages import FACTORS, SCALES, STORAGES, pair_shapes, tensor_dtype
 
 Pack = Callable[[Tensor], Callable[[Tensor], Tensor]]
 """Makes the product with a weight `[N, K]`, which need not be kept."""
+Shapes = dict[str, tuple[int, ...]]
+Dims = dict[str, int | None]
 STORED = ("w", "w_scale")
 """A dense member's tensors in a storage."""
 ROWS_AT_A_TIME = 256
@@ -49,17 +51,16 @@ class Member(nn.Module):
     """A rank's part of one layer of the checkpoint.
 
     Args:
-        name: of the layer, as the checkpoint has it.
-        shapes: of its tensors in the checkpoint, by the last part of their names.
-        dims: in which dimension ranks divide each of them, None for whole ones.
-        place: how they do.
+        layer: what the record says of it.
+        place: how ranks divide it.
         sections: that the columns of its result consist of.
         dtype: the model's.
-        storage: of its matrices, or None.
-        compute: `x`, or `fp8` where activations may be rounded to that.
+        pack: makes the products with matrices in no storage; None leaves them to torch and the ops.
         bias: whether it has one.
 
     Attributes:
+        shapes: of its tensors in the checkpoint, by the last part of their names.
+        dims: in which dimension ranks divide each of them, None for whole ones.
         width: columns of this rank's result.
         bias: `[width]`, of a row layer whole; or None.
         run: what calls ops.
@@ -75,31 +76,33 @@ class Member(nn.Module):
 
     def __init__(
         self,
-        name: str,
-        shapes: dict[str, tuple[int, ...]],
-        dims: dict[str, int | None],
+        layer: LayerReport,
         place: Shard,
         sections: Sequence[ColumnSection],
         dtype: torch.dtype,
-        storage: str | None,
-        compute: str = "x",
+        pack: Pack | None = None,
         bias: bool = False,
     ) -> None:
         super().__init__()
+        name, storage = layer.name, layer.storage
         if place.kind is not None and place.tp > 1 and _is_grouped(storage):
             raise ValueError(
                 f"{name}: factors in {storage}, whose groups of rows share scales, are not divided "
                 "between ranks; use tp = 1 or another storage"
             )
         self.name, self.place, self.sections = name, place, tuple(sections)
-        self.shapes = shapes | ({"bias": (sum(s.size for s in sections),)} if bias else {})
-        self.dims = dims | ({"bias": 0 if place.kind == "column" else None} if bias else {})
-        self.storage, self.compute, self.run = storage, compute, run_op
+        self.storage, self.compute, self.run = storage, layer.compute, run_op
         self.width = sum(section.width for section in sections)
+        self.shapes, dims = self._tensors(layer)
+        if bias:
+            self.shapes["bias"] = (sum(section.size for section in sections),)
+        dims["bias"] = 0 if place.kind == "column" else None
+        self.dims = {key: dims.get(key) for key in self.shapes}
         self.missing = set(self.shapes)
-        self.pack: Pack | None = None
+        self.pack = pack if storage is None else None
         self.packed: dict[str, Callable[[Tensor], Tensor]] = {}
-        self.register_parameter("bias", None)
+        for key in ("bias", *SCALES):  # what not every member has
+            self.register_parameter(key, None)
         for key in self.shapes:
             is_matrix = key in (*FACTORS, "w")
             stored = tensor_dtype(storage, dtype) if is_matrix else dtype
@@ -109,6 +112,10 @@ class Member(nn.Module):
             turned = is_matrix and self.along_contraction
             empty = torch.empty(shape[::-1] if turned else shape, dtype=stored)
             setattr(self, key, nn.Parameter(empty.t() if turned else empty, requires_grad=False))
+
+    def _tensors(self, layer: LayerReport) -> tuple[Shapes, Dims]:
+        """Return shapes and dims but for the bias; what is in no dims is whole."""
+        raise NotImplementedError
 
     @property
     def precision(self) -> tuple[str | None, str]:
@@ -267,14 +274,6 @@ class Member(nn.Module):
 class DenseMember(Member):
     """A member that has stayed dense.
 
-    Args:
-        layer: what the record says of it.
-        place: where it is cut.
-        sections: that the columns of its result consist of.
-        dtype: the model's.
-        pack: makes the products with its weight; None leaves them to torch and the ops.
-        bias: whether it has one.
-
     Attributes:
         weight: `[N, K]` in the model's dtype, or this rank's rows or columns; `[K, N]` where
             matrices do not lie along the contraction.
@@ -286,26 +285,13 @@ class DenseMember(Member):
     w: Tensor
     w_scale: Tensor
 
-    def __init__(
-        self,
-        layer: LayerReport,
-        place: Shard,
-        sections: Sequence[ColumnSection],
-        dtype: torch.dtype,
-        pack: Pack | None = None,
-        bias: bool = False,
-    ) -> None:
-        K, N, storage = layer.K, layer.N, layer.storage
-        dims: dict[str, int | None] = dict.fromkeys((*STORED, "weight"))
-        dims |= {} if place.kind is None else matrix_dims(place.kind, storage)
-        shapes: dict[str, tuple[int, ...]] = {"weight": (N, K)}
+    def _tensors(self, layer: LayerReport) -> tuple[Shapes, Dims]:
+        kind, storage = self.place.kind, layer.storage
+        dims = {} if kind is None else matrix_dims(kind, storage)
         if storage is not None:
-            shapes = dict(zip(STORED, STORAGES[storage].shapes(K, N), strict=True))
-        elif dims["w"] is not None:
-            dims["weight"] = 1 - dims["w"]
-        options = (dtype, storage, layer.compute, bias)
-        super().__init__(layer.name, shapes, dims, place, sections, *options)
-        self.pack = pack if storage is None else None
+            shapes = STORAGES[storage].shapes(layer.K, layer.N)
+            return dict(zip(STORED, shapes, strict=True)), dims
+        return {"weight": (layer.N, layer.K)}, {"weight": {"column": 0, "row": 1}.get(kind or "")}
 
     @property
     def inner(self) -> tuple[Tensor, Tensor | None]:
@@ -332,22 +318,12 @@ class DenseMember(Member):
 class Pair(Member):
     """A rank's part of a low-rank pair.
 
-    Args:
-        layer: what the record says of it.
-        place: where it is cut.
-        sections: that the columns of its result consist of.
-        dtype: the model's.
-        pack: makes the products with factors that are in no storage; None leaves them to the ops.
-        bias: whether it has one.
-
     Attributes:
         u: `[K, r]`, or this rank's rows or columns of it. Columns are padded with zeros where tp
             does not divide r.
         v: `[r, N]`, or this rank's columns of it.
         u_scale: `[r]` of u's columns, in float32, where the factors are in one byte; else None.
         v_scale: `[N]` of v's columns, likewise.
-        rank: r.
-        low_width: columns of this rank's u.
     """
 
     u: Tensor
@@ -355,26 +331,11 @@ class Pair(Member):
     u_scale: Tensor | None
     v_scale: Tensor | None
 
-    def __init__(
-        self,
-        layer: LayerReport,
-        place: Shard,
-        sections: Sequence[ColumnSection],
-        dtype: torch.dtype,
-        pack: Pack | None = None,
-        bias: bool = False,
-    ) -> None:
+    def _tensors(self, layer: LayerReport) -> tuple[Shapes, Dims]:
         assert layer.r is not None
-        shapes = pair_shapes(layer.K, layer.N, layer.r, layer.storage)
-        dims = dict.fromkeys(shapes) | (
-            {} if place.kind is None else pair_dims(place.kind, place.divide)
-        )
-        options = (dtype, layer.storage, layer.compute, bias)
-        super().__init__(layer.name, shapes, dims, place, sections, *options)
-        if layer.storage is None:
-            self.u_scale = self.v_scale = None
-            self.pack = pack
-        self.rank, self.low_width = layer.r, self.u.shape[1]
+        kind, divide, storage = self.place.kind, self.place.divide, layer.storage
+        dims = {} if kind is None else pair_dims(kind, divide, storage)
+        return pair_shapes(layer.K, layer.N, layer.r, storage), dims
 
     @property
     def inner(self) -> tuple[Tensor, Tensor | None]:
@@ -396,7 +357,7 @@ class Pair(Member):
         return self.run("xuv", x, self.u, self.v, bias, self.u_scale, self.v_scale, self.compute)
 
     def low(self, x: Tensor) -> Tensor:
-        """Return `x @ u` `[..., low_width]` for x `[..., K]`, or this rank's part of the sum."""
+        """Return `x @ u` `[..., r]` for x `[..., K]`, or this rank's part of the sum."""
         if self.packed:
             return self.packed["u"](x)
         return self.run("xw", x, self.u, None, self.u_scale, self.compute)
@@ -411,12 +372,13 @@ class Pair(Member):
         assert self.u_scale is not None
         assert self.v_scale is not None
         kind, divide, rank, tp = self.place
+        whole_rank = self.shapes["u"][1]
         r = columns = slice(None)
         if self.place.gathers:
-            r = slice(_length(part(self.rank, rank, tp, "r", padded=True)))
+            r = slice(_length(part(whole_rank, rank, tp, "r", padded=True)))
         if kind == "row" and divide == "both":
             columns = slice(_length(part(self.width, rank, tp, "N", padded=True)))
-        v = self.v[: self.rank, columns]
+        v = self.v[:whole_rank, columns]
         return self.u[:, r], v, self.u_scale[r], self.v_scale[columns]
 
 

@@ -21,7 +21,7 @@ def lows(x: Tensor, members: Sequence[Any], ranks: EngineRanks) -> list[Tensor |
     low = [pair.low(x) for pair in pairs]
     if low and pairs[0].place.gathers:  # all at once
         every = ranks.gather(joined(low))
-        low = split_gathered(every, [pair.low_width for pair in pairs], ranks.size)
+        low = split_gathered(every, [pair.u.shape[1] for pair in pairs], ranks.size)
     found = iter(low)
     return [next(found) if isinstance(member, Pair) else None for member in members]
 
@@ -70,10 +70,21 @@ def first(member: Member, x: Tensor) -> Tensor:
     return member.low(x) if isinstance(member, Pair) else member.product(x, None)
 
 
-def can_be_whole(members: Sequence[Member]) -> bool:
-    """Say whether `whole_mlp` computes an MLP's members, where they are not divided."""
+def gated_mlp(
+    x: Tensor,
+    gate: Member,
+    up: Member,
+    down: Member,
+    ranks: EngineRanks,
+    act: str | Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return an MLP's result of all tokens: a rank's own of these, or all."""
+    members = (gate, up, down)
     is_one = len({member.precision for member in members}) == 1
-    return is_one and all(isinstance(each, Pair) and each.bias is None for each in members)
+    is_bare = all(isinstance(each, Pair) and each.bias is None for each in members)
+    if ranks.size == 1 and is_one and is_bare and isinstance(act, str):
+        return whole_mlp(x, *members, act)
+    return row(down, ranks.add(middle(x, *members, ranks, act)), ranks, down.bias)
 
 
 def whole_mlp(x: Tensor, gate: Any, up: Any, down: Any, activation: str) -> Tensor:

@@ -20,14 +20,7 @@ from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.engines.members import DenseMember, Member, Pair
 from neuronmm_ops.engines.nxdi.record import BITS
 from neuronmm_ops.engines.places import COLUMNS, ROWS, ColumnSection, Shard
-from neuronmm_ops.engines.products import (
-    can_be_whole,
-    columns,
-    first,
-    middle,
-    row,
-    whole_mlp,
-)
+from neuronmm_ops.engines.products import columns, first, gated_mlp, row
 from neuronmm_ops.parallel.sharding import Divide, Kind
 
 _parallel = import_module("neuronx_distributed.parallel_layers.layers")
@@ -118,9 +111,7 @@ class BlockMLP(nn.Module):
         gate, up, down = layers
         own = [each for each in layers if isinstance(each, Member)]
         if len(own) == 3:
-            if isinstance(act, str) and ranks.size == 1 and can_be_whole(own):
-                return whole_mlp(x, own[0], own[1], own[2], act)
-            return _finished(own[2], middle(x, own[0], own[1], own[2], ranks, act), ranks)
+            return gated_mlp(x, own[0], own[1], own[2], ranks, act)
         gated, raised = _columns((gate, up), x, ranks, adapter_ids)
         inner = self.act_fn(gated) * raised
         if not isinstance(down, Member):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.engines.members import DenseMember, Member, Pair
 from neuronmm_ops.engines.places import ColumnSection, Shard
-from neuronmm_ops.engines.products import can_be_whole, middle, row, whole_mlp
+from neuronmm_ops.engines.products import gated_mlp, row
 from neuronmm_ops.engines.vllm_neuron.engine import GroupCoordinator
 from neuronmm_ops.engines.vllm_neuron.launch import Kernels
 from neuronmm_ops.engines.vllm_neuron.weights import set_loaders
@@ -93,13 +93,9 @@ class LowRankMLP(nn.Module):
     def forward(self, hidden_states: Tensor, is_prefill: bool) -> Tensor:
         """Map `[M, K]` to `[M, K]`: in prefill the rank's own tokens, else all tokens."""
         ranks = NeuronRanks(self.group, is_prefill)
-        members = (self.gate_proj, self.up_proj, self.down_proj)
-        if ranks.size == 1 and can_be_whole(members):
-            return whole_mlp(hidden_states, *members, "silu")
         divided = ranks.own_tokens and ranks.size > 1
         x = ranks.gather(hidden_states, 0) if divided else hidden_states
-        total = ranks.add(middle(x, *members, ranks, "silu"))
-        return row(self.down_proj, total, ranks, None)
+        return gated_mlp(x, self.gate_proj, self.up_proj, self.down_proj, ranks, "silu")
 
 
 def member_for(
