@@ -81,13 +81,24 @@ def test_activations(activation):
     assert_right("svd_mlp", tensors, activation=activation)
 
 
-def test_weights_may_be_windows_of_others():
-    tensors = operands("xuv", (3,), torch.float16, None, by_column=False)
-    for name in ("x", "u", "v"):
-        wide = torch.zeros([size + 7 for size in tensors[name].shape], dtype=torch.float16)
-        window = wide.to(DEVICE)[2 : 2 + len(tensors[name]), 3 : 3 + tensors[name].shape[1]]
-        tensors[name] = window.copy_(tensors[name])
+@pytest.mark.parametrize("storage", [None, "int8", "int4"])
+def test_operands_may_be_windows_of_others(storage):
+    tensors = operands("xuv", (3,), torch.float16, storage, by_column=False)
+    for name, value in tensors.items():
+        wide = torch.zeros([2 * size + 7 for size in value.shape], dtype=value.dtype)
+        tensors[name] = wide.to(DEVICE)[tuple(slice(3, 3 + 2 * n, 2) for n in value.shape)]
+        tensors[name].copy_(value)
+        assert not tensors[name].is_contiguous()
     assert_right("xuv", tensors)
+
+
+@pytest.mark.parametrize("storage", [None, "fp8", "int4"])
+def test_the_smallest_sizes(storage, monkeypatch):
+    for name in SIZES:
+        monkeypatch.setitem(SIZES, name, 2)
+    assert_right("svd_mlp", operands("svd_mlp", (1,), torch.float16, storage, by_column=True))
+    monkeypatch.setitem(SIZES, "N", 1)
+    assert_right("xuv", operands("xuv", (64,), torch.float16, storage, by_column=True))
 
 
 @pytest.mark.parametrize(

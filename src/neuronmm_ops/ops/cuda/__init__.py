@@ -100,7 +100,8 @@ def _kernels() -> Any:
 def _of(matrix: Matrix) -> Matrix:
     weight, scale = matrix
     # Older GPUs convert no e4m3: the kernels move its bits.
-    return (weight.view(torch.int8) if weight.dtype == torch.float8_e4m3fn else weight), scale
+    bits = weight.view(torch.int8) if weight.dtype == torch.float8_e4m3fn else weight
+    return bits, None if scale is None else scale.contiguous()
 
 
 def _constants(M: int, matrix: Matrix, columns: int) -> tuple[str, int, int]:
@@ -123,11 +124,13 @@ def _programs(x: Tensor) -> int:
 
 def _xuv(tensors: Sequence[Any]) -> Tensor:
     x, u, v, bias, u_scale, v_scale = tensors
-    return xuv(rows(x), (u, u_scale), (v, v_scale), bias)
+    given = rows(x).contiguous()
+    return xuv(given, (u, u_scale), (v, v_scale), None if bias is None else bias.contiguous())
 
 
 def _svd_mlp(tensors: Sequence[Any], activation: str) -> Tensor:
-    return svd_mlp(rows(tensors[0]), list(zip(tensors[1:7], tensors[7:], strict=True)), activation)
+    matrices = list(zip(tensors[1:7], tensors[7:], strict=True))
+    return svd_mlp(rows(tensors[0]).contiguous(), matrices, activation)
 
 
 KERNELS: dict[str, Callable[..., Tensor]] = {"xuv": _xuv, "svd_mlp": _svd_mlp}
@@ -152,9 +155,11 @@ def implementation(spec: OpSpec) -> Callable[..., Any]:
     def on_cuda(*args: Any) -> Any:
         arguments = spec.complete(args, {})
         tensors, (*choices, compute) = spec.split(arguments)
-        if takes(tensors, str(compute)):
+        # Triton launches on the current device.
+        is_here = tensors[0].device.index == torch.cuda.current_device()
+        if is_here and takes(tensors, str(compute)):
             call = tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors])
-            key = (torch.cuda.current_device(), *choices, *call)
+            key = (tensors[0].device.index, *choices, *call)
             is_captured = torch.cuda.is_current_stream_capturing()
             if is_captured and key in known:
                 return batched(KERNELS[spec.name](tensors, *choices), tensors[0])
