@@ -131,18 +131,3 @@ def member_sections(
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Return tensors `[..., n]` side by side."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)
-
-
-def split_gathered(gathered: Tensor, widths: Sequence[int], tp: int) -> list[Tensor]:
-    """Take apart what ranks sent side by side.
-
-    Args:
-        gathered: `[..., tp * sum(widths)]`, the parts of one rank after those of another.
-        widths: of each part.
-        tp: ranks.
-
-    Returns:
-        `[..., tp * width]` for each width.
-    """
-    parts = gathered.unflatten(-1, (tp, -1)).split(list(widths), -1)
-    return [part.flatten(-2) for part in parts]

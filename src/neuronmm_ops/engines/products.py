@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from neuronmm_ops.engines.members import Member, Pair
-from neuronmm_ops.engines.places import EngineRanks, joined, split_gathered
+from neuronmm_ops.engines.places import EngineRanks, joined
 from neuronmm_ops.ops.gating import ACTIVATIONS
+from neuronmm_ops.parallel.sharding import split_gathered
 
 
 def lows(x: Tensor, members: Sequence[Any], ranks: EngineRanks) -> list[Tensor | None]:

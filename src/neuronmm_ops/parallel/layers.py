@@ -16,7 +16,15 @@ from neuronmm_ops.nn import SVDMLP, StoredLinear, SVDLinear
 from neuronmm_ops.nn.bare import is_bare
 from neuronmm_ops.nn.compressed_linear import CompressedLinear
 from neuronmm_ops.ops import mlp, xuv, xw
-from neuronmm_ops.parallel.sharding import Divide, Kind, matrix_dims, pair_dims, part, part_width
+from neuronmm_ops.parallel.sharding import (
+    Divide,
+    Kind,
+    matrix_dims,
+    pair_dims,
+    part,
+    part_width,
+    split_gathered,
+)
 
 
 class Divided(CompressedLinear):
@@ -230,13 +238,10 @@ def together(tensors: list[Tensor]) -> list[DTensor]:
     widths = [part_width(tensor.shape[-1], mesh.size()) for tensor in given]
     parts = [_padded(t.to_local(), width) for t, width in zip(given, widths, strict=True)]
     stacked = DTensor.from_local(torch.cat(parts, -1), mesh, last, run_check=False)
-    gathered = whole(stacked).to_local()
-    per_rank = gathered.unflatten(-1, (mesh.size(), sum(widths))).split(widths, -1)
+    gathered = split_gathered(whole(stacked).to_local(), widths, mesh.size())
     return [
-        DTensor.from_local(
-            each.flatten(-2)[..., : tensor.shape[-1]], mesh, [Replicate()], run_check=False
-        )
-        for each, tensor in zip(per_rank, given, strict=True)
+        DTensor.from_local(each[..., : tensor.shape[-1]], mesh, [Replicate()], run_check=False)
+        for each, tensor in zip(gathered, given, strict=True)
     ]
 
 

@@ -7,6 +7,7 @@ other is whole on every rank; with `both` the ranks exchange `x @ u` `[M, r]` an
 1 / tp of both. Parts are `ceil(size / tp)` wide, as DTensor's are.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -126,6 +127,21 @@ def shard(
     result = tensor.new_zeros(shape)
     result.narrow(dim, 0, kept).copy_(tensor.narrow(dim, own.start, kept))
     return result
+
+
+def split_gathered(gathered: Tensor, widths: Sequence[int], tp: int) -> list[Tensor]:
+    """Take apart what ranks sent side by side.
+
+    Args:
+        gathered: `[..., tp * sum(widths)]`, the parts of one rank after those of another.
+        widths: of each part.
+        tp: ranks.
+
+    Returns:
+        `[..., tp * width]` for each width.
+    """
+    parts = gathered.unflatten(-1, (tp, -1)).split(list(widths), -1)
+    return [part.flatten(-2) for part in parts]
 
 
 def check_heads(heads: int, kv_heads: int, tp: int) -> int:

@@ -1,5 +1,7 @@
 """What each rank holds of a layer of vLLM, without vLLM: the ranks together have the whole."""
 
+# pyright: basic, reportOptionalMemberAccess=false, reportArgumentType=false
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,10 +10,10 @@ from quantized import random_factors
 
 from neuronmm_ops.compress.report import LayerReport
 from neuronmm_ops.engines.members import ROWS_AT_A_TIME, DenseMember, Pair, unpacked
-from neuronmm_ops.engines.places import Shard, joined, member_sections, split_gathered
+from neuronmm_ops.engines.places import Shard, joined, member_sections
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
 from neuronmm_ops.ops import xuv, xw
-from neuronmm_ops.parallel.sharding import DIVIDES
+from neuronmm_ops.parallel.sharding import DIVIDES, split_gathered
 
 STORAGES = (None, "fp8", "int8")
 WHOLE = Shard(None, "both", 0, 1)

@@ -4,7 +4,7 @@ Plain data: nothing of NxD is imported. `config` is made of the model's config.j
 NxD Inference's `NeuronConfig`, which it keeps as `config.neuron_config`, or optimum-neuron's.
 """
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -154,44 +154,58 @@ def check_options(config: Any, options: Any = None) -> None:
         CheckpointError: see `served_layers`.
     """
     layers, options = served_layers(config, options), _options(config, options)
-    if not layers:
-        return
+    for problem in _problems(config, options, layers) if layers else ():
+        raise OptionError(problem)
+
+
+def _problems(config: Any, options: Any, layers: Mapping[str, LayerReport]) -> Iterator[str]:
     for block, kernels in _KERNELS.items():
-        if any(f".{block}." in name for name in layers):
-            for option in kernels:
-                if getattr(options, option, False):
-                    raise OptionError(
-                        f"{option} must be False for low-rank layers of {block}, got True; leave "
-                        "it out: their products run in kernels of their own"
-                    )
+        own = kernels if any(f".{block}." in name for name in layers) else ()
+        for option in own:
+            if getattr(options, option, False):
+                yield (
+                    f"{option} must be False for low-rank layers of {block}, got True; leave "
+                    "it out: their products run in kernels of their own"
+                )
     for option, (allowed, remedy) in _OTHERS.items():
         value = getattr(options, option, allowed)
         if value != allowed:
-            raise OptionError(
-                f"{option} must be {allowed} for a compressed model, got {value}; {remedy}"
+            yield f"{option} must be {allowed} for a compressed model, got {value}; {remedy}"
+    lora = getattr(options, "lora_config", None)
+    for target in getattr(lora, "target_modules", None) or ():
+        if any(name.endswith(f".{target}") for name in layers):
+            yield (
+                f"LoRA adapters cannot adapt a low-rank layer here, got target_modules with "
+                f"{target}; merge the adapter before compressing, or leave {target} dense"
             )
-    _check_lora(options, layers)
     is_divided = getattr(options, "sequence_parallel_enabled", False)
     if is_divided and divide_of(config, options) == "both":
-        raise OptionError(
+        yield (
             f"sequence_parallel_enabled needs {DIVIDE_KEY} = one, got both; "
             "export again with --divide one, or leave sequence parallelism out"
         )
     if getattr(config, "mlp_bias", False) and config.intermediate_size % options.tp_degree:
-        raise OptionError(
+        yield (
             "tp_degree must divide intermediate_size in an MLP with biases, got "
             f"{options.tp_degree} and {config.intermediate_size}; use one that does"
         )
     window = getattr(config, "sliding_window", None)
     seq_len = getattr(options, "seq_len", WINDOW_SEQ_LEN + 1)
     if window and seq_len <= WINDOW_SEQ_LEN and not getattr(options, "on_cpu", False):
-        raise OptionError(
+        yield (
             f"seq_len must be over {WINDOW_SEQ_LEN} for a model with a sliding window, got "
             f"{seq_len} and sliding_window {window}; use --seq-len 1024 or more"
         )
     heads = config.num_attention_heads
     check_heads(heads, getattr(config, "num_key_value_heads", heads), options.tp_degree)
-    _check_rope(config)
+    # Of Transformers 5, whose `rope_parameters` Transformers 4 ignores.
+    rope, theta = getattr(config, "rope_parameters", None), getattr(config, "rope_theta", None)
+    if rope and (rope.get("rope_theta") != theta or rope.get("rope_type") != "default"):
+        yield (
+            "config.json is of Transformers 5 (rope_parameters), of which NxD Inference's "
+            f"Transformers takes other positions, got rope_theta {theta} and {rope}; "
+            "run: neuronmm export nxdi DIR -o OUT"
+        )
 
 
 def check_draft(draft: Any, config: Any) -> None:
@@ -218,29 +232,4 @@ def check_heads(heads: int, kv_heads: int, tp: int) -> None:
         raise OptionError(
             f"tp must divide the key/value heads or be a multiple of them, got {kv_heads} and "
             f"tp = {tp}; use another tp"
-        )
-
-
-def _check_lora(options: Any, layers: Mapping[str, LayerReport]) -> None:
-    lora = getattr(options, "lora_config", None)
-    targets = getattr(lora, "target_modules", None) or ()
-    for target in targets:
-        if any(name.endswith(f".{target}") for name in layers):
-            raise OptionError(
-                f"LoRA adapters cannot adapt a low-rank layer here, got target_modules with "
-                f"{target}; merge the adapter before compressing, or leave {target} dense"
-            )
-
-
-def _check_rope(config: Any) -> None:
-    """Refuse a config.json of Transformers 5, whose `rope_parameters` Transformers 4 ignores."""
-    parameters = getattr(config, "rope_parameters", None)
-    if parameters is None:
-        return
-    theta = getattr(config, "rope_theta", None)
-    if parameters.get("rope_theta") != theta or parameters.get("rope_type") != "default":
-        raise OptionError(
-            "config.json is of Transformers 5 (rope_parameters), of which NxD Inference's "
-            f"Transformers takes other positions, got rope_theta {theta} and {parameters}; "
-            "run: neuronmm export nxdi DIR -o OUT"
         )

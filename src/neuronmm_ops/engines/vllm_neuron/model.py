@@ -26,6 +26,11 @@ from neuronmm_ops.parallel.sharding import part, part_width
 _EVEN = 2
 """The engine's output kernel divides its columns between the cores of a logical one."""
 Layers = Mapping[str, LayerReport]
+_PARTS = (
+    ("mlp", (*COLUMNS["mlp"], ROWS["mlp"])),
+    ("self_attn", COLUMNS["self_attn"]),
+    ("self_attn", (ROWS["self_attn"],)),
+)
 
 
 def put_low_rank_(
@@ -67,44 +72,37 @@ def put_low_rank_(
             f"dtype must be bfloat16, float16 or float32 in vLLM-Neuron, got {dtype}; change "
             "dtype in config.json"
         )
+    files = Files(headers)
     for index, block in enumerate(blocks):
-        at = _Block(f"model.layers.{index}", layers, headers)
-        mlp = [at.layer(f"mlp.{name}") for name in (*COLUMNS["mlp"], ROWS["mlp"])]
+        mlp, qkv, (output,) = (
+            [_layer(f"model.layers.{index}.{part_of}.{name}", layers, headers) for name in names]
+            for part_of, names in _PARTS
+        )
         if any(layer.is_replaced for layer in mlp):
             block.mlp = LowRankMLP(mlp[0], mlp[1], mlp[2], group, kernels, dtype)
         else:
             # The engine's own MLP would drop the columns that are left.
             part(mlp[0].N, 0, group.world_size, "intermediate_size of a dense MLP")
-        qkv = [at.layer(f"self_attn.{name}") for name in COLUMNS["self_attn"]]
         if any(layer.is_replaced for layer in qkv):
-            _multiply_out(block.self_attn, qkv, at.files, group.world_size)
-        output = at.layer(f"self_attn.{ROWS['self_attn']}")
+            _multiply_out(block.self_attn, qkv, files, group.world_size)
         if output.is_replaced:
             metadata = f"layers.{index}.self_attn"
-            _divide_output(block.self_attn, metadata, output, at.files, group, kernels, dtype)
+            _divide_output(block.self_attn, metadata, output, files, group, kernels, dtype)
 
 
-class _Block:
-    """The layers of a decoder block."""
-
-    def __init__(self, name: str, layers: Layers, headers: Mapping[str, TensorHeader]) -> None:
-        self.name, self.layers, self.headers = name, layers, headers
-        self.files = Files(headers)
-
-    def layer(self, name: str) -> LayerReport:
-        """The record of a layer, or what the file's header says of a dense one."""
-        full = f"{self.name}.{name}"
-        found = self.layers.get(full)
-        if found is not None:
-            return found
-        header = self.headers.get(f"{full}.weight")
-        if header is None or len(header.shape) != 2:
-            raise CheckpointError(
-                f"{full}.weight must be a matrix, the file has "
-                f"{'none' if header is None else list(header.shape)}; copy the checkpoint again"
-            )
-        N, K = header.shape
-        return LayerReport(full, K, N, None, True, None, None, 0, 0)
+def _layer(name: str, layers: Layers, headers: Mapping[str, TensorHeader]) -> LayerReport:
+    """The record of a layer, or what the file's header says of a dense one."""
+    found = layers.get(name)
+    if found is not None:
+        return found
+    header = headers.get(f"{name}.weight")
+    if header is None or len(header.shape) != 2:
+        raise CheckpointError(
+            f"{name}.weight must be a matrix, the file has "
+            f"{'none' if header is None else list(header.shape)}; copy the checkpoint again"
+        )
+    N, K = header.shape
+    return LayerReport(name, K, N, None, True, None, None, 0, 0)
 
 
 def _multiply_out(attention: Any, layers: list[LayerReport], files: Files, tp: int) -> None:
