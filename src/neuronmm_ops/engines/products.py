@@ -81,11 +81,15 @@ def gated_mlp(
 ) -> Tensor:
     """Return an MLP's result of all tokens: a rank's own of these, or all."""
     members = (gate, up, down)
-    is_one = len({member.precision for member in members}) == 1
-    is_bare = all(isinstance(each, Pair) and each.bias is None for each in members)
-    if ranks.size == 1 and is_one and is_bare and isinstance(act, str):
+    if ranks.size == 1 and isinstance(act, str) and can_be_whole(members):
         return whole_mlp(x, *members, act)
     return row(down, ranks.add(middle(x, *members, ranks, act)), ranks, down.bias)
+
+
+def can_be_whole(members: Sequence[Member]) -> bool:
+    """Say whether `whole_mlp` computes an MLP's members, where they are not divided."""
+    is_one = len({member.precision for member in members}) == 1
+    return is_one and all(isinstance(each, Pair) and each.bias is None for each in members)
 
 
 def whole_mlp(x: Tensor, gate: Any, up: Any, down: Any, activation: str) -> Tensor:

@@ -164,15 +164,21 @@ def _check_names(headers: Mapping[str, TensorHeader], layers: list[LayerReport])
             )
 
 
+def _float_sizes(headers: Mapping[str, TensorHeader]) -> dict[str, int]:
+    """Return how many numbers, but scales, each dtype has."""
+    sizes: defaultdict[str, int] = defaultdict(int)
+    for name, header in headers.items():
+        if header.dtype in _NAMES and not name.endswith("_scale"):
+            sizes[_NAMES[header.dtype]] += prod(header.shape)
+    return sizes
+
+
 def _dtype_of(headers: Mapping[str, TensorHeader], dtype: str) -> str:
     """Return the dtype asked for; of `auto` the one that most of the floats have."""
     if dtype != "auto":
         return dtype
-    sizes = dict.fromkeys(_NAMES, 0)
-    for name, header in headers.items():
-        if header.dtype in _NAMES and not name.endswith("_scale"):
-            sizes[header.dtype] += prod(header.shape)
-    found = _NAMES[max(sizes, key=lambda dtype: sizes[dtype])]
+    sizes = _float_sizes(headers)
+    found = max(_NAMES.values(), key=lambda name: sizes.get(name, 0))
     return found if found in DTYPES else "float32"
 
 
@@ -194,12 +200,7 @@ def _changes(
             f"{len(names)} in {storage}, first {names[0]}, multiplied out to {dtype} as the engine "
             f"loads them at tp {tp}: no projection of a block, or none that ranks can divide"
         )
-    others = {
-        header.dtype
-        for name, header in headers.items()
-        if header.dtype in _NAMES and not name.endswith("_scale")
-    }
-    found = sorted(_NAMES[name] for name in others if _NAMES[name] != dtype)
+    found = sorted(set(_float_sizes(headers)) - {dtype})
     if found:
         yield f"tensors in {' and '.join(found)} are cast to {dtype} as the engine loads them"
     columns = (*COLUMNS["self_attn"], "o_proj")

@@ -4,8 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from neuronmm_ops.engines.members import Pair
-from neuronmm_ops.engines.products import middle, whole_mlp
+from neuronmm_ops.engines.products import can_be_whole, middle, whole_mlp
 from neuronmm_ops.nn.bare import is_bare
 
 # vLLM's MLP classes whose forward is down_proj(act_fn(gate_up_proj(x))) and nothing else.
@@ -40,14 +39,11 @@ def fuse_(module: Any) -> bool:
     activation = activation_of(module.get_submodule("act_fn"))
     projections = [module.get_submodule(name) for name in ("gate_up_proj", "down_proj")]
     members = [m for projection in projections for m in getattr(projection, "members", ())]
-    pairs = [member for member in members if isinstance(member, Pair)]
-    if activation is None or len(pairs) != 3 or len(members) != 3:
+    if activation is None or len(members) != 3 or not can_be_whole(members):
         return False
     if any(projection.bias is not None or not is_bare(projection) for projection in projections):
         return False
-    if any(pair.packed for pair in pairs):
-        return False
-    if len({pair.precision for pair in pairs}) > 1:
+    if any(member.packed for member in members):
         return False
     if kind not in _FUSED:
         _FUSED[kind] = type(f"LowRank{kind.__name__}", (kind,), {"forward": _forward})  # pyright: ignore
