@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+_ENDS = (0, 1, 5)  # pytest: passed, failed, no tests
 _DIFFERS = re.compile(r"\b(differ|failed|mismatch)\b|matches\? False", re.IGNORECASE)
 
 
@@ -69,7 +70,12 @@ def _tests(copy: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     ]  # fmt: skip
     if (copy / "test/pytest.ini").exists():  # nki-library
         command += ["-c", "test/pytest.ini", f"--platform-target={options.target}"]
-    _run(copy, options.target, [*command, *options.paths], cwd=copy, stdout=sys.stderr)
+    results.touch()
+    before, ended = -1, False
+    while not ended and results.stat().st_size > before:  # an error of pytest's own ends a run
+        before = results.stat().st_size
+        run = [*command, *options.paths]
+        ended = _run(copy, options.target, run, cwd=copy, stdout=sys.stderr).returncode in _ENDS
     return [json.loads(line) for line in results.read_text().splitlines()]
 
 

@@ -106,18 +106,20 @@ def _unpack(values: np.ndarray) -> np.ndarray:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep some cases of each test, when so asked."""
-    keep = config.getoption("--library-cases")
-    if not keep:
-        return
+    """Keep some cases of each test, when so asked, without those that have a result already."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    items[:] = [
+    keep = config.getoption("--library-cases") or len(items)
+    path = config.getoption("--library-results")
+    lines = Path(path).read_text().splitlines() if path else []
+    done = {json.loads(line)["case"] for line in lines}
+    kept = [
         cases[i * len(cases) // min(keep, len(cases))]
         for cases in tests.values()
         for i in range(min(keep, len(cases)))
     ]
+    items[:] = [item for item in kept if item.nodeid not in done]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -207,7 +209,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     except BaseException as caught:
         error = caught
         if isinstance(caught, _LateError):
-            pytest.fail(str(caught))
+            pytest.fail(str(caught), pytrace=False)
         raise
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

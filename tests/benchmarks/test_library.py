@@ -29,6 +29,32 @@ print("NKI and NumPy", "match" if (same(x) == x + PLUS).all() else "differ")
 """
 
 
+def _commit(clone):
+    empty = ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "c", "--allow-empty"]
+    for command in (["init", "-q"], empty):
+        subprocess.run(["git", "-C", str(clone), *command], check=True)
+
+
+@pytest.mark.slow
+def test_cases_after_an_error_of_pytest_run_too(tmp_path):
+    clone = tmp_path / "published"
+    (clone / "test/utils").mkdir(parents=True)
+    for package in ("test", "test/utils"):
+        (clone / package / "__init__.py").touch()
+    (clone / "test/utils/test_orchestrator.py").write_text("class Orchestrator: pass\n")
+    late = "import pytest, test.utils.test_orchestrator\n@pytest.mark.parametrize('n', range(4))\n"
+    late += "def test_late(n):\n    while n == 1: pass\n"
+    (clone / "test/test_late.py").write_text(late)
+    stop = "def pytest_runtest_logreport(report):\n    if report.failed: raise RuntimeError\n"
+    (clone / "conftest.py").write_text(stop)
+    _commit(clone)
+    command = [sys.executable, "-m", "benchmarks.library", str(clone), "test/test_late.py"]
+    command += ["--seconds", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "INTERNALERROR" in done.stderr
+    assert json.loads(done.stdout)["outcomes"] == {"refused as expected": 3, "too big": 1}
+
+
 @pytest.mark.slow
 def test_outcomes_of_scripts_and_their_row(tmp_path):
     clone = tmp_path / "published"
@@ -39,9 +65,7 @@ def test_outcomes_of_scripts_and_their_row(tmp_path):
         (clone / f"{name}.py").write_text(text)
     (clone / "other.py").write_text("raise KeyError('x')\n")
     (clone / "solution.py").write_text("PLUS = 0\n")
-    empty = ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "c", "--allow-empty"]
-    for command in (["init", "-q"], empty):
-        subprocess.run(["git", "-C", str(clone), *command], check=True)
+    _commit(clone)
     table = tmp_path / "table.json"
     names = [*(f"{name}.py" for name in (*scripts, "other")), "wrong.py+solution.py"]
     key = {"repository": "published", "target": "trn2"}
