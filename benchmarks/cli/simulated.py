@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from neuroncore.cli.console import check_output, show_fields, show_table, stdout
+from neuroncore.cli.console import check_output, show_fields, show_rows, show_table, stdout
 from neuronmm_ops.cli.parser import add_command, add_shape, add_tokens, tokens_of
 from neuronmm_ops.progress import progress_bars
 
@@ -31,6 +31,10 @@ def add(commands: Any) -> None:
     description = "how quick neuroncore is on this machine: CPU seconds, beside NumPy; memory"
     add_command(commands, "simulator", _simulator, _show_simulator, description)
 
+    description = "AWS's dense MLP for one token next to ours; time is modelled"
+    command = add_command(commands, "aws", _aws, show_rows, description)
+    command.add_argument("clone", type=Path, metavar="CLONE", help="of aws-neuron/nki-library")
+
     description = "files of nki-samples in the Beta dialect: migrated, values before and after"
     command = add_command(commands, "migrate", _migrate, _show_migrate, description)
     command.add_argument("sources", type=Path, metavar="SOURCES", help="a clone of nki-samples")
@@ -55,6 +59,13 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--plot", type=Path, metavar="OUT.png", help="draw the paper's Figure 1 (matplotlib)"
     )
+
+
+def _aws(options: argparse.Namespace) -> list[dict[str, Any]]:
+    from benchmarks import aws
+
+    with progress_bars() as progress:
+        return aws.run(options.clone, progress)
 
 
 def _migrate(options: argparse.Namespace) -> list[dict[str, Any]]:

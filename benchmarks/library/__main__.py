@@ -60,7 +60,7 @@ def _run(copy: Path, target: str, command: list[str], **options: Any) -> Any:
 
 def _tests(copy: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A result for each case that pytest ran."""
-    _mend(copy / "src/nkilib_src/nkilib/core/mlp/mlp.py")
+    mend(copy / "src/nkilib_src/nkilib/core/mlp/mlp.py")
     results = copy.parent / "results"
     command = [
         *["-m", "pytest", "-q", "--continue-on-collection-errors", "--assert=plain"],
@@ -79,7 +79,7 @@ def _tests(copy: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text().splitlines()]
 
 
-def _mend(path: Path) -> None:
+def mend(path: Path) -> None:
     """Nki-library's d2ad3a57 has the end of a docstring twice: Python does not take the file."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     try:
