@@ -6,7 +6,7 @@ from pathlib import Path
 
 from command_line import argument_lists
 from in_sources import in_sources
-from modelled import held_out, paper_run, published, served, whole
+from modelled import aws, held_out, paper_run, published, served, whole
 from readme import block
 from refusals import lint_rules, run_rules
 from sources import ROOT
@@ -21,6 +21,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/whole-model.md": {
         "whole": whole,
         "paper-run": paper_run,
+        "aws": aws,
         "served": served,
         "layouts": layouts,
         "divided": speedups,

@@ -223,6 +223,21 @@ def held_out() -> str:
     )
 
 
+def aws() -> str:
+    """AWS's dense MLP next to ours, for one token."""
+    return table(
+        ["model", "ranks", "cores", "nki-library ms", "`mlp` ms", "`svd_mlp` at 0.2 ms"],
+        [
+            [
+                *(row["model"], row["tp"], row["lnc"]),
+                *(f"{row[name]:.4f}" for name in ("aws_ms", "dense_ms")),
+                "" if row["low_rank_ms"] is None else f"{row['low_rank_ms']:.4f}",
+            ]
+            for row in document("aws") or []
+        ],
+    )
+
+
 def served() -> str:
     """Published times of whole models beside ours, and the launch that would explain the rest."""
     rows = [row for row in document("published") or [] if row["measure"] == "bound"]

@@ -123,6 +123,7 @@ def datasets() -> dict[str, Dataset]:
         Dataset("whole", tuple(_whole()), 6),
         Dataset("rival", (RIVAL,), 1),
         Dataset("engines", (ENGINES,), 15),
+        Dataset("aws", ("python benchmarks aws out/sources/nki-library",), 2),
         Dataset("tensor_parallel", tuple(_divided()), 3),
     ]
     found += [Dataset(f"model_{name}", tuple(_models(name)), 1) for name in SHAPES]
