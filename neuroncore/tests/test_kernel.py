@@ -257,16 +257,6 @@ def test_instructions_outside_a_kernel(call):
         call()
 
 
-@pytest.mark.parametrize(("cores", "memory"), [(1, nl.hbm), (2, nl.shared_hbm)])
-def test_an_argument_lies_in_the_memory_of_its_cores_and_may_be_returned(cores, memory, recwarn):
-    def kernel(x):
-        assert x.buffer is memory
-        return x
-
-    equal(nc.simulate(nc.jit(kernel)[cores], data((4, 6)), target="trn2").outputs, data((4, 6)))
-    assert not recwarn.list
-
-
 # the language
 
 

@@ -297,7 +297,7 @@ def test_filled_tensors():
             nl.zeros_like(x, nl.int8),
             nl.copy(nl.zeros((4, 2), nl.float32, nl.psum)),
         ]
-        assert nl.empty_like(x).buffer is nl.hbm
+        assert nl.empty_like(x).buffer is nl.shared_hbm
         assert nl.empty_like(t, nl.int8, nl.psum).dtype is nl.int8
         assert nl.zeros_like(x).buffer is nl.sbuf
         return tuple(stored(t) for t in tiles)

@@ -52,7 +52,6 @@ class Boundary:
     def __init__(self, launch: KernelRun, rank: int, many: bool) -> None:
         self.launch, self.rank, self.many = launch, rank, many
         self.framework = ""
-        self._inputs: set[Storage] = set()
         self._held: list[np.ndarray] = []
         self._copied: list[tuple[np.ndarray, Storage]] = []
 
@@ -87,12 +86,9 @@ class Boundary:
         return value
 
     def _storage(self, name: str, shape: tuple[int, ...], dtype: DType) -> Storage:
-        # as AWS's simulator has it (NKI CPU Simulator, "Execution")
-        memory = nl.hbm if self.launch.lnc == 1 else nl.shared_hbm
-        layout = self.launch.layout(shape_of(shape), dtype, memory)
+        layout = self.launch.layout(shape_of(shape), dtype, nl.shared_hbm)
         storage = Storage(layout, name)
         storage.initialised = True
-        self._inputs.add(storage)
         return storage
 
     def _array(self, name: str, array: np.ndarray) -> Storage:
@@ -138,9 +134,7 @@ class Boundary:
         return found if many else found[0]
 
     def _check_output(self, t: Any) -> None:
-        """An output is an input, or a tensor in shared HBM (migration guide) that was written."""
-        if getattr(t, "storage", None) in self._inputs:
-            return
+        """An output is a tensor in shared HBM (migration guide) that instructions have written."""
         memory = getattr(t, "buffer", None)
         remedy = "allocate it with buffer=nl.shared_hbm and dma_copy the result into it"
         if memory is nl.private_hbm and self.launch.lnc == 1:
