@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.cli import quality, simulated
 from neuroncore.cli import run
-from neuroncore.cli.console import show_rows, stderr
+from neuroncore.cli.console import show_rows, show_table, stderr, stdout
 from neuroncore.cli.parser import EXAMPLE, Parser
 from neuronmm_ops.cli.console import explain, our_warnings
 from neuronmm_ops.cli.parser import add_command
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     command = add_command(commands, "overhead", _overhead, show_rows, description)
     command.add_argument("--xla", action="store_true", help="time tracing on XLA tensors instead")
     description = "the ops on an NVIDIA GPU, beside dense layers and cuBLAS's pairs"
-    add_command(commands, "gpu", _gpu, show_rows, description)
+    add_command(commands, "gpu", _gpu, _show_gpu, description)
     return root
 
 
@@ -49,6 +49,29 @@ def _gpu(_: argparse.Namespace) -> list[dict[str, Any]]:
 
     with stderr.status("measuring on the GPU"):
         return gpu.run()
+
+
+def _show_gpu(rows: list[dict[str, Any]]) -> None:
+    stdout.print(f"{rows[0]['device']}, bf16 activations, us a call in a CUDA graph.")
+    case = ("op", "M", "K", "N", "r")
+    rivals = ("dense", "dense_fp8", "two_gemm", "op")
+    stored = ("fp8", "int8", "int4")
+    cells = [[*_of(row, case), *(f"{row[f'{name}_us']:.1f}" for name in rivals)] for row in rows]
+    show_table([*case, "dense", "dense fp8", "two GEMMs", "bf16"], cells, title="In bf16")
+    cells = [
+        [
+            *_of(row, case),
+            *(f"{row[f'{name}_us']:.1f}" for name in stored),
+            *(f"{row[name]:.2f}" for name in ("of_two_gemm", "of_dense_fp8")),
+        ]
+        for row in rows
+    ]
+    columns = [*case, *stored, "GEMMs / bf16", "dense fp8 / fp8"]
+    show_table(columns, cells, title="Stored, and paired ratios")
+
+
+def _of(row: dict[str, Any], names: Sequence[str]) -> list[Any]:
+    return [row[name] for name in names]
 
 
 def _overhead(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -238,10 +238,11 @@ def _contents(directory: Path) -> Iterator[tuple[str, str]]:
 
 
 def _left(before: dict[str, str], after: dict[str, str]) -> Iterator[str]:
-    """Yield new files, but for the state that a repeated command goes on from."""
+    """Yield new files, but for Python's caches and the state that a command goes on from."""
     for name in after:
-        resumable = ".stream" in name or "state" in name or name.startswith("kept/")
-        if name not in before and not resumable:
+        is_expected = "__pycache__" in name or ".stream" in name or "state" in name
+        is_expected = is_expected or name.startswith("kept/")
+        if name not in before and not is_expected:
             yield name
 
 
