@@ -29,8 +29,8 @@ KILLED = 4
 RANK = 112  # random weights need one so great for a draft that is sometimes right
 
 
-def run(folder: Path, clients: int, seconds: float) -> dict[str, int]:
-    """Write both models, serve them, and load the server.
+def run(folder: Path, clients: int, seconds: float, least: int = 0) -> dict[str, int]:
+    """Write both models, serve them, and load the server, as `loaded` does.
 
     Returns:
         Numbers of answers that were `right` and `wrong`, of `killed` clients, and of `drafted` and
@@ -49,7 +49,7 @@ def run(folder: Path, clients: int, seconds: float) -> dict[str, int]:
     )
     try:
         address = server.wait_until_ready().address
-        found = loaded(address, list(zip(prompts, expected, strict=True)), clients, seconds)
+        found = loaded(address, list(zip(prompts, expected, strict=True)), clients, seconds, least)
         assert server.is_healthy()
         return found | drafts(address)
     finally:
@@ -57,14 +57,26 @@ def run(folder: Path, clients: int, seconds: float) -> dict[str, int]:
 
 
 def loaded(
-    address: str, pairs: Sequence[tuple[list[int], list[int]]], clients: int, seconds: float
+    address: str,
+    pairs: Sequence[tuple[list[int], list[int]]],
+    clients: int,
+    seconds: float,
+    least: int,
 ) -> dict[str, int]:
-    """Keep so many clients asking for prompts, whose answers are known; count how they end."""
+    """Keep so many clients asking for prompts, whose answers are known; count how they end.
+
+    For some seconds, and on until at least so many were answered, and so many killed.
+    """
     found = {"right": 0, "wrong": 0, "killed": 0}
     running: set[int] = set()
     deadline, number = time.monotonic() + seconds, 0
-    while running or time.monotonic() < deadline:
-        while len(running) < clients and time.monotonic() < deadline:
+
+    def goes_on() -> bool:
+        has_too_few = min(found["right"], found["killed"]) < least and not found["wrong"]
+        return time.monotonic() < deadline or has_too_few
+
+    while running or goes_on():
+        while len(running) < clients and goes_on():
             number += 1
             if not (child := os.fork()):
                 os._exit(client(address, *pairs[number % len(pairs)], number))
