@@ -61,7 +61,7 @@ def _row(case: Comparison) -> dict[str, Any]:
     made["dense_fp8"] = lambda: layer_of(case.op, K, N, _Fp8Linear)
     for name in STORAGES:
         made[name] = makers(replace(case, storage=name))["stored"]
-    copies = copies_for(len(OPS) * factor_bytes(K, N, r, 1), _COLD_BYTES)
+    copies = copies_for(case.matrices * factor_bytes(K, N, r, 1), _COLD_BYTES)
     graphs = {name: _graph(make, copies, x) for name, make in made.items()}
     times = time_paired(graphs, case.rounds)
     return {

@@ -115,13 +115,17 @@ class Comparison:
     backward: bool
     storage: str | None
 
+    @property
+    def matrices(self) -> int:
+        """Linears that the op replaces."""
+        return 1 if self.op == "xuv" else 3
+
 
 def measure(case: Comparison) -> dict[str, Any]:
     """Time one op on the threads that torch has now, and return its row; see `run`."""
     M, K, N, r, itemsize = case.M, case.K, case.N, case.r, case.dtype.itemsize
-    matrices = 1 if case.op == "xuv" else 3
-    dense, low_rank = matrices * K * N, matrices * r * (K + N)
-    times = _time(case, copies_for(matrices * factor_bytes(K, N, r, itemsize, case.storage)))
+    dense, low_rank = case.matrices * K * N, case.matrices * r * (K + N)
+    times = _time(case, copies_for(case.matrices * factor_bytes(K, N, r, itemsize, case.storage)))
     op_ms = times.median_ms("op")
     is_stored = case.storage is not None
     return {
