@@ -53,7 +53,7 @@ def assert_right(op: str, tensors: dict[str, Tensor], **choices: str) -> None:
     call = SPECS[op].complete((), {**tensors, **choices})
     SPECS[op].check(*call)
     given, (*options, compute) = SPECS[op].split(call)
-    assert cuda.takes(given, compute)
+    assert cuda.takes(given[0], compute)
     actual = batched(cuda.KERNELS[op](given, *options), tensors["x"])
     magnitude = magnitude_of(op, *exact)
     assert_close_to_oracle(actual, oracle, PLAIN[op](*low, **choices), magnitude)
@@ -101,6 +101,29 @@ def test_the_smallest_sizes(storage, monkeypatch):
     assert_right("xuv", operands("xuv", (64,), torch.float16, storage, by_column=True))
 
 
+def test_a_call_compiles_and_a_graph_has_the_kernels(monkeypatch):
+    """On any machine: a device and a capture that are said to be there."""
+    launched: list[str] = []
+    kernels = cuda.KERNELS["xuv"]
+    monkeypatch.setitem(cuda.KERNELS, "xuv", lambda *given: launched.append("") or kernels(*given))
+    tensors = operands("xuv", (3,), torch.float16, None, by_column=False)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: tensors["x"].device.index)
+    call, spec = SPECS["xuv"].complete((), tensors), SPECS["xuv"]
+    op, reference = cuda.implementation(spec), spec.reference(*call)
+    for is_captured, expected in ((True, 0), (False, 1), (False, 1), (True, 2)):
+        captured = is_captured
+        monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: captured)  # noqa: B023
+        y = op(*call)
+        assert len(launched) == expected
+        if is_captured and expected:
+            assert_close_to_oracle(y, spec.reference(*map(Tensor.double, call[:4])), reference)
+        else:
+            assert torch.equal(y, reference)
+    with pytest.raises(ValueError, match="last dimension of u must equal first dimension of v"):
+        op(*call[:2], call[2][1:], *call[3:])
+    assert len(launched) == 2
+
+
 @pytest.mark.parametrize(
     ("lead", "dtype", "compute"),
     [
@@ -111,4 +134,4 @@ def test_the_smallest_sizes(storage, monkeypatch):
     ],
 )
 def test_other_calls_are_not_taken(lead, dtype, compute):
-    assert not cuda.takes([torch.zeros(*lead, 8, dtype=dtype)], compute)
+    assert not cuda.takes(torch.zeros(*lead, 8, dtype=dtype), compute)

@@ -137,9 +137,8 @@ KERNELS: dict[str, Callable[..., Tensor]] = {"xuv": _xuv, "svd_mlp": _svd_mlp}
 """What launches an op's kernels for its tensors and choices."""
 
 
-def takes(tensors: Sequence[Any], compute: str) -> bool:
+def takes(x: Tensor, compute: str) -> bool:
     """Whether there are kernels for a call's dtype of x, tokens and rounding of x."""
-    x = tensors[0]
     is_half = x.dtype in (torch.bfloat16, torch.float16)
     return is_half and compute == "x" and 0 < x.numel() <= MAX_ROWS * x.shape[-1]
 
@@ -152,22 +151,21 @@ def implementation(spec: OpSpec) -> Callable[..., Any]:
     """
     known: set[tuple[Any, ...]] = set()
 
-    def on_cuda(*args: Any) -> Any:
-        arguments = spec.complete(args, {})
-        tensors, (*choices, compute) = spec.split(arguments)
+    def on_cuda(x: Tensor, *others: Any) -> Any:
+        arguments = spec.complete((x, *others), {})
         # Triton launches on the current device.
-        is_here = tensors[0].device.index == torch.cuda.current_device()
-        if is_here and takes(tensors, str(compute)):
+        if takes(x, arguments[-1]) and x.device.index == torch.cuda.current_device():
+            tensors, (*choices, _) = spec.split(arguments)
             call = tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors])
-            key = (tensors[0].device.index, *choices, *call)
+            key = (x.device.index, *choices, *call)
             is_captured = torch.cuda.is_current_stream_capturing()
             if is_captured and key in known:
-                return batched(KERNELS[spec.name](tensors, *choices), tensors[0])
+                return batched(KERNELS[spec.name](tensors, *choices), x)
             if not is_captured and key not in known:
                 spec.check(*arguments)
                 KERNELS[spec.name](tensors, *choices)
                 known.add(key)
-        return spec.reference(*args)
+        return spec.reference(*arguments)
 
     return on_cuda
 
