@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 import neuroncore
-from benchmarks.library.__main__ import mend
+from benchmarks.library import mend
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.kernels.problem import Problem
 from neuronmm_ops.kernels.problems import mlp_matrices

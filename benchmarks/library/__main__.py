@@ -7,7 +7,6 @@ that runs as `neuroncore run` runs it, and is right if it exits with 0 and repor
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
 import re
@@ -18,6 +17,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from benchmarks.library import mend
 
 ROOT = Path(__file__).parents[2]
 _ENDS = (0, 1, 5)  # pytest: passed, failed, no tests
@@ -77,17 +78,6 @@ def _tests(copy: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         run = [*command, *options.paths]
         ended = _run(copy, options.target, run, cwd=copy, stdout=sys.stderr).returncode in _ENDS
     return [json.loads(line) for line in results.read_text().splitlines()]
-
-
-def mend(path: Path) -> None:
-    """Nki-library's d2ad3a57 has the end of a docstring twice: Python does not take the file."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    try:
-        ast.parse("".join(lines))
-    except IndentationError as error:
-        start = (error.lineno or 1) - 1
-        end = next(i for i in range(start, len(lines)) if '"""' in lines[i])
-        path.write_text("".join(lines[:start] + lines[end + 1 :]))
 
 
 def _scripts(copy: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
