@@ -54,8 +54,10 @@ class ModelShape:
 
 
 _LARGEST_SIZE = 2**24
-_HEAD_NORMS = ("qwen3",)
+_HEAD_NORMS = ("qwen3", "qwen3_vl_text")
 """Values of `model_type` in the config.json of models that norm each head."""
+_ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers whose attention is one of queries, keys and values."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Keys of the number of a layer's experts."""
 _UNGATED = (
@@ -127,7 +129,10 @@ def shape_from_config(path: Path) -> ModelShape:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold one JSON object, as Transformers saves it")
-    _check_mlps(config, path)
+    tied = config.get("tie_word_embeddings") is True
+    if isinstance(text_config := config.get("text_config"), dict):  # it reads images or sound too
+        config = text_config
+    _check_layers(config, path)
     heads = _size(config, "num_attention_heads", path)
     width = _size(config, "hidden_size", path)
     return ModelShape(
@@ -139,21 +144,24 @@ def shape_from_config(path: Path) -> ModelShape:
         kv_heads=_size(config, "num_key_value_heads", path, heads),
         head_dim=_size(config, "head_dim", path, max(1, width // heads)),
         vocab_size=_size(config, "vocab_size", path),
-        tied=config.get("tie_word_embeddings") is True,
+        tied=tied,
         head_norm=config.get("model_type") in _HEAD_NORMS,
     )
 
 
-def _check_mlps(config: dict[str, Any], path: Path) -> None:
+def _check_layers(config: dict[str, Any], path: Path) -> None:
     """Refuse what this shape would describe wrongly."""
     experts = {key: config[key] for key in _EXPERTS if config.get(key) not in (None, 0, 1)}
     kind = config.get("model_type")
     found = [f"{key} {value!r}" for key, value in experts.items()]
     found += [f"model_type {kind!r}"] if kind in _UNGATED else []
+    layer_types = config.get("layer_types")
+    others = set(layer_types if isinstance(layer_types, list) else ()) - _ATTENTIONS
+    found += [f"layer_types {other!r}" for other in sorted(map(str, others))]
     if found:
         raise ValueError(
-            f"{path}: a shape has one MLP a layer of gate, up and down projection; got "
-            f"{', '.join(found)}; give a config.json with such MLPs for an estimate"
+            f"{path}: a layer has an attention and one MLP of gate, up and down projection; got "
+            f"{', '.join(found)}; give a config.json with such layers for an estimate"
         )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as t
+from multimodal import MULTIMODAL, VISION
 from stored import assert_same_bits
 from tiny import SIZES, tiny_ids
 from transformers import PreTrainedModel
@@ -14,50 +15,13 @@ from transformers import PreTrainedModel
 from neuronmm_ops import SVDConfig, SVDLinear, compress_, hf
 from neuronmm_ops.checkpoint import inspect_checkpoint
 
-VISION = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 28,
-    "patch_size": 14,
-}
-PIXTRAL = {**VISION, "head_dim": 16}
-ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-QWEN = {**SIZES, "rope_parameters": ROPE}
-QWEN2_VISION = {"depth": 1, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2}
-QWEN25_VISION = {
-    "depth": 1,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "out_hidden_size": 64,
-    "num_heads": 4,
-}
 MIXED = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 260}
 MAMBA = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 260, "state_size": 8}
 MAMBA2 = {**MAMBA, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}
 
 RENAMED: dict[str, Callable[[], PreTrainedModel]] = {
-    "gemma3": lambda: t.Gemma3ForConditionalGeneration(
-        t.Gemma3Config(text_config=SIZES, vision_config=VISION, mm_tokens_per_image=4)
-    ),
-    "llava": lambda: t.LlavaForConditionalGeneration(
-        t.LlavaConfig(
-            text_config=t.LlamaConfig(**SIZES), vision_config=t.CLIPVisionConfig(**VISION)
-        )
-    ),
-    "qwen2_vl": lambda: t.Qwen2VLForConditionalGeneration(
-        t.Qwen2VLConfig(text_config=QWEN, vision_config=QWEN2_VISION)
-    ),
-    "qwen2_5_vl": lambda: t.Qwen2_5_VLForConditionalGeneration(
-        t.Qwen2_5_VLConfig(text_config=QWEN, vision_config=QWEN25_VISION)
-    ),
-    "mistral3": lambda: t.Mistral3ForConditionalGeneration(
-        t.Mistral3Config(
-            text_config=t.MistralConfig(**SIZES), vision_config=t.PixtralVisionConfig(**PIXTRAL)
-        )
-    ),
+    **MULTIMODAL,
     "laguna": lambda: t.LagunaForCausalLM(t.LagunaConfig(**MIXED)),  # shared experts alone
     "vit": lambda: t.ViTForImageClassification(t.ViTConfig(**VISION)),
 }

@@ -40,7 +40,7 @@ def candidates(
         config: what was asked for.
         dtypes: of the Linears' weights as they will be stored.
     """
-    found, linears = [config], select_targets(model, config).linears
+    found, linears = [config], select_targets(model, config, only_text=True).linears
     other = {"kfac": "kfac-drift", "kfac-drift": "kfac"}.get(config.method)
     if other and config.allocation == "greedy":
         found.append(replace(config, method=other))

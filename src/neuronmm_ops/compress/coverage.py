@@ -36,7 +36,10 @@ def left_dense(
     left: list[LeftDense] = []
     for name, members in groups.items():
         size = sum(members.values())
-        reason = _obstacle(model, next(iter(members))) or "not among the targets"
+        first = next(iter(members))
+        reason = _obstacle(model, first) or "not among the targets"
+        if first.rpartition(".")[0] in selection.unread:
+            reason = "text does not pass it"
         left.append(LeftDense(name, size, size / model_parameters, reason))
     return tuple(sorted(left, key=lambda entry: -entry.parameters))
 
@@ -97,7 +100,11 @@ def _nothing(config: SVDConfig, selection: Selection) -> str:
 def _little(
     model: nn.Module, config: SVDConfig, selection: Selection, reached: set[str]
 ) -> str | None:
-    promised = _promised(model, config)
+    promised = {
+        name: size
+        for name, size in _promised(model, config).items()
+        if name.rpartition(".")[0] not in selection.unread
+    }
     total = sum(promised.values())
     share = sum(size for name, size in promised.items() if name in reached) / max(1, total)
     if not promised or share >= EXPECTED:

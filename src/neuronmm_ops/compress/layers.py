@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from neuronmm_ops.compress.batches import Batch, call_model
+from neuronmm_ops.compress.targets import text_decoder
 
 
 class LayerStack:
@@ -30,7 +31,12 @@ class LayerStack:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+        inside = set(text_decoder(model).modules())
+        lists = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) and module in inside
+        }
         if not lists:
             raise ValueError(
                 f"{type(model).__name__} has no list of layers to go through one by one; "

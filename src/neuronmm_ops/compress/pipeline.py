@@ -61,7 +61,8 @@ def compress_(
         config: what to do; default `SVDConfig()`.
         calibration: batches of token ids `[B, T]`, or mappings of the model's arguments, as
             `collect_moments` takes them; not needed by `plain`, unless losses are weighed by
-            gradients or perplexity.
+            gradients or perplexity. Token ids leave dense what text does not pass, such as a
+            vision tower.
         progress: called with (stage, done, total).
         dtypes: of the Linears' weights, where the model is held in others than those that it will
             be stored in: budgets of bytes and time, storage `bf16`, and the report's bytes go by
@@ -78,20 +79,23 @@ def compress_(
             NaN or Inf; names the layer.
     """
     source = LayersInMemory(model, progress, dtypes)
-    return compress_layers(source, config or SVDConfig(), calibration)
+    batches = None if calibration is None else list(calibration)
+    only_text = bool(batches) and all(isinstance(batch, Tensor) for batch in batches or ())
+    return compress_layers(source, config or SVDConfig(), batches, only_text)
 
 
 @torch.no_grad()
 def compress_layers(
-    source: LayerSource, config: SVDConfig, calibration: Iterable[Batch] | None
+    source: LayerSource, config: SVDConfig, calibration: Sequence[Batch] | None, only_text: bool
 ) -> CompressionReport:
     """Compress the model of a source, as `compress_` does one in memory.
 
+    With `only_text` nothing but what text passes, for the calibration is text or there is none.
     Where the source's values are not in the model, neither are the factors afterwards: low-rank
     layers on the meta device take the Linears' places.
     """
     model, progress = source.model, source.progress
-    selection = select_targets(model, config)
+    selection = select_targets(model, config, only_text)
     found = {**selection.linears, **selection.head}.items()
     dtypes = {name: linear.weight.dtype for name, linear in found} | dict(source.dtypes)
     check_storage(config, selection.linears, dtypes)
@@ -300,17 +304,16 @@ def check_budget(
 
 
 def _batches(
-    model: nn.Module, config: SVDConfig, calibration: Iterable[Batch] | None
-) -> list[Batch]:
+    model: nn.Module, config: SVDConfig, calibration: Sequence[Batch] | None
+) -> Sequence[Batch]:
     if not config.needs_calibration:
         return []
     if calibration is None:
         raise ValueError(
             f"{config.calibrated_by} needs calibration batches; give some, or use method plain"
         )
-    batches = list(calibration)
-    check_batches(model, batches)
-    return batches
+    check_batches(model, calibration)
+    return calibration
 
 
 def warn_if_few(tokens: int, linears: Mapping[str, DenseLinear], stacklevel: int) -> None:

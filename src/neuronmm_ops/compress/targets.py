@@ -47,11 +47,13 @@ class Selection(NamedTuple):
         linears: to compress, by name.
         kept: that match a target but must stay as they are, with the reason.
         head: the output head where it has a storage of its own, else none.
+        unread: names of the modules that text does not pass, where these are left out.
     """
 
     linears: dict[str, DenseLinear]
     kept: dict[str, tuple[DenseLinear, str]]
     head: dict[str, DenseLinear]
+    unread: frozenset[str]
 
     def storages(self, config: SVDConfig) -> dict[str, str]:
         """Return the storage of every layer that is to have one, by name."""
@@ -60,11 +62,16 @@ class Selection(NamedTuple):
         return stored | (dict.fromkeys(self.head, head) if head else {})
 
 
-def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
+def select_targets(model: nn.Module, config: SVDConfig, only_text: bool = False) -> Selection:
     """Find the linear layers that `config.targets` selects.
 
     The output head is taken only where it is named, and a Linear that shares its weight with
     another module (a tied head) never.
+
+    Args:
+        model: dense.
+        config: has the targets.
+        only_text: leave out what text does not pass, such as a vision tower.
 
     Raises:
         ValueError: no layer is selected, the model is of a kind that is not supported, or has no
@@ -77,13 +84,19 @@ def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
         )
     shared = shared_weights(model)
     head = output_head(model)
+    read = text_modules(model) if only_text else set(model.modules())
+    unread = frozenset(name for name, module in model.named_modules() if module not in read)
     linears: dict[str, DenseLinear] = {}
     kept: dict[str, tuple[DenseLinear, str]] = {}
     candidates = dense_linears(model)
     for name, linear in candidates.items():
         matched = [target for target in config.target_list if matches(target, name)]
         is_named = any(target in (name, name.rpartition(".")[2]) for target in matched)
-        if not matched or (linear.module is head and (config.head_storage or not is_named)):
+        if (
+            not matched
+            or name in unread
+            or (linear.module is head and (config.head_storage or not is_named))
+        ):
             continue
         if name in shared:
             kept[name] = linear, f"shares its weight with {shared[name]}"
@@ -92,10 +105,9 @@ def select_targets(model: nn.Module, config: SVDConfig) -> Selection:
         else:
             linears[name] = linear
     if not linears:
-        raise ValueError(_nothing_matches(model, config, candidates, kept))
-    return Selection(
-        linears, kept, _stored_head(head, candidates, shared) if config.head_storage else {}
-    )
+        raise ValueError(_nothing_matches(model, config, candidates, kept, unread))
+    stored = _stored_head(head, candidates, shared) if config.head_storage else {}
+    return Selection(linears, kept, stored, unread)
 
 
 def _stored_head(
@@ -152,6 +164,19 @@ def names_in(model: nn.Module, name: str) -> tuple[str, str, str]:
     return name, prefix + name, name.removeprefix(prefix)
 
 
+def text_decoder(model: nn.Module) -> nn.Module:
+    """Return what reads text: of a model that reads images or sound too its decoder, else all."""
+    config = getattr(model, "config", None)
+    text_config = getattr(config, "get_text_config", lambda: config)()
+    return model if text_config is config else model.get_decoder()  # pyright: ignore
+
+
+def text_modules(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that text may pass: those of the text decoder, and the output head's."""
+    parts = (text_decoder(model), output_head(model))
+    return {module for part in parts if part is not None for module in part.modules()}
+
+
 def output_head(model: nn.Module) -> nn.Module | None:
     """Return Transformers' output embedding, or whatever is called lm_head, or None."""
     find = getattr(model, "get_output_embeddings", None)
@@ -164,8 +189,12 @@ def _nothing_matches(
     config: SVDConfig,
     candidates: dict[str, DenseLinear],
     kept: dict[str, tuple[DenseLinear, str]],
+    unread: frozenset[str],
 ) -> str:
     targets = ", ".join(config.target_list)
+    for name in candidates:
+        if name in unread and any(matches(target, name) for target in config.target_list):
+            return f"targets {targets} match only modules that text does not pass, such as {name}"
     if kept:
         name, (_, reason) = next(iter(kept.items()))
         return f"targets {targets} match only layers kept dense: {name} {reason}"

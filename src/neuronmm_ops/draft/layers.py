@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from neuronmm_ops.compress.targets import text_decoder
+
 
 def depths(model: PreTrainedModel) -> list[int]:
     """Return how many layers a draft may have: all, half and a quarter; all where it must."""
     layers = _layers(model)
     if layers is None:
-        return [int(model.config.num_hidden_layers)]
+        return [int(model.config.get_text_config().num_hidden_layers)]
     return sorted({max(1, round(len(layers) / part)) for part in (1, 2, 4)}, reverse=True)
 
 
@@ -37,7 +39,7 @@ def influences(model: PreTrainedModel, ids: Tensor) -> list[float]:
 
 def keep_(model: PreTrainedModel, kept: Sequence[int]) -> None:
     """Leave out every layer but those of these numbers; lists of the config lose the same ones."""
-    layers, config = _layers(model), model.config
+    layers, config = _layers(model), model.config.get_text_config()
     if layers is None or len(kept) == len(layers):
         return
     count = len(layers)
@@ -54,7 +56,6 @@ def keep_(model: PreTrainedModel, kept: Sequence[int]) -> None:
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
-    base: Any = model.base_model
-    layers = getattr(base, "layers", None)
-    is_whole = isinstance(layers, nn.ModuleList) and len(layers) == model.config.num_hidden_layers
-    return layers if is_whole else None
+    base: Any = text_decoder(model).base_model
+    layers, count = getattr(base, "layers", None), model.config.get_text_config().num_hidden_layers
+    return layers if isinstance(layers, nn.ModuleList) and len(layers) == count else None

@@ -175,7 +175,7 @@ def compress(
             layers = LayersInMemory(loaded, progress, dtypes, check_room)
             computing = computing_in(loaded, compute)
         with computing:
-            report = compress_layers(layers, config, batches)
+            report = compress_layers(layers, config, batches, only_text=True)
         run = run and replace(run, config=report.config or config)
         report = report.with_run(calibration, name_of(compute), compared)
         tell("save", 0, 1)

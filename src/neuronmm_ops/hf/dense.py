@@ -14,6 +14,7 @@ from neuronmm_ops.compress.record import compressed_layers, is_record
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.computing import load_on
 from neuronmm_ops.hf.loading import HUB_ID, check_values, empty_model, load, load_tokenizer
+from neuronmm_ops.hf.saving import copy_processor
 from neuronmm_ops.manifest import Origin, tensor_hashes, write_manifest
 from neuronmm_ops.nn import CompressedLinear, dense_linears
 from neuronmm_ops.nn.dense_linear import DenseLinear
@@ -121,6 +122,7 @@ def export_dense(source: str | Path, output: str | Path) -> dict[str, Any]:
         model.save_pretrained(directory)
         with suppress(CheckpointError):  # it has none
             load_tokenizer(source).save_pretrained(directory)
+        copy_processor(source, directory)
         _write_older_rope(directory / "config.json")
         made_of = {"path": str(source.resolve())}
         write_manifest(directory, tensor_hashes(directory), Origin("export dense", made_of))

@@ -13,7 +13,16 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -39,7 +48,7 @@ def load(
     tp: int = 1,
     verify: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal LM, dense or compressed, in eval mode.
+    """Load a causal LM, dense or compressed, in eval mode; one that reads images or sound, whole.
 
     Args:
         model: a Transformers model directory with safetensors, or a hub id such as `org/name`.
@@ -78,7 +87,7 @@ def load(
     if tp > 1:
         options["distributed_config"] = _distributed_config(tp)
     try:
-        loaded, info = load_exactly(AutoModelForCausalLM, path, **options)
+        loaded, info = load_exactly(auto_class(_config(path)), path, **options)
     except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged ({error}); copy it again") from None
     except (CheckpointError, NonFiniteError, WorkerLostError, MemoryError, torch.OutOfMemoryError):
@@ -96,6 +105,29 @@ def load(
         else:
             check_values(loaded, remedy)
     return loaded
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return the class of Transformers that makes a config's model, with all that it reads.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    kind, named = type(config), (config.architectures or [None])[0]
+    reads_more: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(kind, None)
+    reads_text = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    if reads_more is not None and (reads_text is None or reads_more.__name__ == named):
+        return AutoModelForMultimodalLM
+    if reads_text is None:
+        raise CheckpointError(
+            f"Transformers {transformers.__version__} has no language model of the model_type "
+            f"{config.model_type}; use the version that the model's config.json names"
+        )
+    return AutoModelForCausalLM
+
+
+def _config(path: Path) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def load_exactly(kind: Any, path: Path, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -118,13 +150,13 @@ def empty_model(path: Path) -> PreTrainedModel:
         CheckpointError: there is none.
     """
     try:
-        config: Any = AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
+        config: Any = _config(path)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return auto_class(config).from_config(config)
+    except CheckpointError:
+        raise
     except Exception as error:  # a bad config makes constructors raise anything
         raise CheckpointError(
             f"{path} cannot be loaded: {reason(error)}; check its config.json"

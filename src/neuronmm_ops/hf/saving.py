@@ -32,6 +32,13 @@ from neuronmm_ops.manifest import (
 from neuronmm_ops.nn import LinearPair, dense_linear, dense_linears
 from neuronmm_ops.output import check_target, no_room, replacement, why
 
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+
 
 def save(
     model: PreTrainedModel,
@@ -48,7 +55,8 @@ def save(
 
     Everything is written to a sibling directory, loaded back and compared with the model, and
     renamed at the end: a killed or failed run leaves the target as it was. Load it with
-    `import neuronmm_ops.hf` and `AutoModelForCausalLM.from_pretrained(directory)`.
+    `import neuronmm_ops.hf` and `AutoModelForCausalLM.from_pretrained(directory)`, or the class
+    of the dense model. Files of the processor are copied from where the model was loaded.
 
     Args:
         model: what `compress_` or `swap_` changed, or a compressed checkpoint loaded.
@@ -107,6 +115,7 @@ def save(
             write(temporary)
             if tokenizer is not None:
                 _save_tokenizer(tokenizer, temporary)
+            copy_processor(source, temporary)
             tensors = tensor_hashes(temporary)
             origin = describe(temporary, weights_sha256(tensors))
             write_manifest(temporary, tensors, origin)
@@ -117,6 +126,13 @@ def save(
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(target.parent).free
         raise OSError(f"{why(error)}; {no_room(target, needed, free)}") from error
+
+
+def copy_processor(source: Path | None, directory: Path) -> None:
+    """Copy what a model that reads images or sound has beside its tokenizer, where it has it."""
+    for name in PROCESSOR_FILES if source else ():
+        if source and (source / name).is_file() and not (directory / name).exists():
+            shutil.copyfile(source / name, directory / name)
 
 
 def _save_tokenizer(tokenizer: Any, directory: Path) -> None:

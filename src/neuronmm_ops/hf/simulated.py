@@ -66,7 +66,7 @@ def generate_simulated(
         raise ValueError(f"a decode step needs at least 2 new tokens, got {max_new_tokens}")
     with record_profiles() as launched:
         ending = _Ending(model, launched)
-        fuse_decoder_(model, layers=max(1, model.config.num_hidden_layers))
+        fuse_decoder_(model, layers=max(1, model.config.get_text_config().num_hidden_layers))
         ending.norm.forward, ending.head.forward = ending.normed, ending.logits
         try:
             with use_impl("simulated"):

@@ -9,13 +9,12 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from neuronmm_ops.checkpoint import read_headers, weight_files
 from neuronmm_ops.compress.factorize import is_finite
 from neuronmm_ops.compress.targets import output_head
 from neuronmm_ops.errors import CheckpointError, NonFiniteError
-from neuronmm_ops.hf.loading import load, model_names
+from neuronmm_ops.hf.loading import auto_class, load, model_names
 
 
 class Checkpoint:
@@ -141,7 +140,9 @@ class Checkpoint:
     def _fill_unsaved_buffers(self) -> None:
         """Compute the buffers that no checkpoint holds, as the model's constructor does."""
         with init_empty_weights(include_buffers=False):
-            twin = AutoModelForCausalLM.from_config(self.model.config, dtype=self.model.dtype)
+            twin = auto_class(self.model.config).from_config(
+                self.model.config, dtype=self.model.dtype
+            )
         for name, module in self.model.named_modules():
             for leaf in module._non_persistent_buffers_set:
                 module._buffers[leaf] = twin.get_submodule(name)._buffers[leaf]

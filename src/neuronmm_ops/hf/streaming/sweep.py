@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from neuronmm_ops.compress.batches import takes
 from neuronmm_ops.compress.calibrate import fast_products
 from neuronmm_ops.compress.layers import LayerStack
+from neuronmm_ops.compress.targets import text_modules
 from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
 
 
@@ -48,9 +49,14 @@ class Sweep:
                 f"{type(self._model).__name__} takes no inputs_embeds, so that its layers cannot "
                 "be run one by one; compress it without --stream"
             )
-        layers = f"{self.stack.name}."
+        layers, read = f"{self.stack.name}.", text_modules(self._model)
         ends = checkpoint.ends()
-        around = [name for name in checkpoint.names() if not name.startswith(layers)]
+        around = [
+            name
+            for name in checkpoint.names()
+            if not name.startswith(layers)
+            and self._model.get_submodule(name.rpartition(".")[0]) in read
+        ]
         self._ends = [name for name in around if name in ends]
         self._around = [name for name in around if name not in ends]
 

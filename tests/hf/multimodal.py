@@ -1,0 +1,74 @@
+"""Tiny models that read images, too."""
+
+from collections.abc import Callable
+
+import transformers as t
+from tiny import SIZES
+from transformers import PreTrainedModel
+
+VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
+PIXTRAL = {**VISION, "head_dim": 16}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+QWEN = {**SIZES, "rope_parameters": ROPE}
+QWEN2_VISION = {"depth": 1, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2}
+QWEN25_VISION = {
+    "depth": 1,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "out_hidden_size": 64,
+    "num_heads": 4,
+}
+QWEN3_VISION = {**QWEN25_VISION, "deepstack_visual_indexes": [0]}
+QWEN35 = {
+    **SIZES,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+LLAMA4 = {**SIZES, "intermediate_size_mlp": 128, "num_local_experts": 2}
+LLAMA4_VISION = {
+    **VISION,
+    "vision_output_dim": 64,
+    "projector_input_dim": 64,
+    "projector_output_dim": 64,
+}
+
+MULTIMODAL: dict[str, Callable[[], PreTrainedModel]] = {
+    "gemma3": lambda: t.Gemma3ForConditionalGeneration(
+        t.Gemma3Config(text_config=SIZES, vision_config=VISION, mm_tokens_per_image=4)
+    ),
+    "llava": lambda: t.LlavaForConditionalGeneration(
+        t.LlavaConfig(
+            text_config=t.LlamaConfig(**SIZES), vision_config=t.CLIPVisionConfig(**VISION)
+        )
+    ),
+    "qwen2_vl": lambda: t.Qwen2VLForConditionalGeneration(
+        t.Qwen2VLConfig(text_config=QWEN, vision_config=QWEN2_VISION)
+    ),
+    "qwen2_5_vl": lambda: t.Qwen2_5_VLForConditionalGeneration(
+        t.Qwen2_5_VLConfig(text_config=QWEN, vision_config=QWEN25_VISION)
+    ),
+    "mistral3": lambda: t.Mistral3ForConditionalGeneration(
+        t.Mistral3Config(
+            text_config=t.MistralConfig(**SIZES), vision_config=t.PixtralVisionConfig(**PIXTRAL)
+        )
+    ),
+    "qwen3_vl": lambda: t.Qwen3VLForConditionalGeneration(
+        t.Qwen3VLConfig(text_config=QWEN, vision_config=QWEN3_VISION)
+    ),
+    "qwen3_5": lambda: t.Qwen3_5ForConditionalGeneration(
+        t.Qwen3_5Config(text_config=QWEN35, vision_config=QWEN3_VISION)
+    ),
+    "llama4": lambda: t.Llama4ForConditionalGeneration(
+        t.Llama4Config(text_config=LLAMA4, vision_config=LLAMA4_VISION)
+    ),
+}
