@@ -10,6 +10,8 @@ import functools
 import importlib
 import importlib.abc
 import json
+import os
+import resource
 import signal
 import sys
 import types
@@ -33,6 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--library-results", help="file to which a line of JSON is added for a case")
     parser.addoption("--library-cases", type=int, help="cases of each test that run, evenly spread")
     parser.addoption("--library-seconds", type=int, default=40, help="CPU time of a case")
+    # what a case takes beyond is an error of it, not the end of all of them
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 4 // 5
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     neuroncore.install()
     sys.meta_path.append(_Absent())
     arrays: dict[str, Any] = {str(d): dtypes.array_dtype(d) for d in dtypes.DTYPES.values()}
@@ -174,10 +179,14 @@ def execute(self: Any, test: Any) -> None:
 
 def _arguments(given: Any, ranks: int) -> dict[str, Any]:
     if not hasattr(given, "for_rank"):
-        return {name.removesuffix(".must_alias_input"): v for name, v in (given or {}).items()}
-    each = [given.for_rank(rank) for rank in range(ranks)]
+        return _named(given)
+    each = [_named(given.for_rank(rank)) for rank in range(ranks)]
     arrays = [name for name, value in each[0].items() if isinstance(value, np.ndarray)]
     return each[0] | {name: neuroncore.PerRank([one[name] for one in each]) for name in arrays}
+
+
+def _named(given: dict[str, Any] | None) -> dict[str, Any]:
+    return {name.removesuffix(".must_alias_input"): value for name, value in (given or {}).items()}
 
 
 def _as_read(found: np.ndarray, expected: Any, kind: Any) -> np.ndarray:
