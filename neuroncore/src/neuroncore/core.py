@@ -25,7 +25,7 @@ from neuroncore.hardware import Engine, Machine
 from neuroncore.memory.geometry import whole
 from neuroncore.memory.indexing import VirtualRegister
 from neuroncore.memory.liveness import CapacityPolicy
-from neuroncore.memory.storage import Layout, MemoryRegion, Storage
+from neuroncore.memory.storage import Held, Layout, MemoryRegion, Storage
 from neuroncore.memory.tensor import NkiTensor, tensor_of, view_of
 from neuroncore.timing.replay import Replay
 from neuroncore.timing.trace import (
@@ -77,6 +77,7 @@ class KernelRun:
     ) -> None:
         self.machine = machine
         self.memory_bytes, self.used_bytes = memory_bytes, 0
+        self.freed: list[Held] = []
         self.execute = execute
         self.precise = os.environ.get("NKI_PRECISE_FP", "1") != "0"
         run, self.ranks = ranks
@@ -114,10 +115,9 @@ class KernelRun:
     def fresh(self, storage: Storage) -> np.ndarray:
         """Values for a tensor, while it lives. Refuses what exceeds the budget."""
         size = prod(storage.layout.shape) * storage.layout.dtype.itemsize
-
-        def free(_: object) -> None:
-            self.used_bytes -= size
-
+        # a list, for what stops a kernel is lost where it comes in a function that a free calls
+        while self.freed:
+            self.used_bytes -= self.freed.pop().size
         self.used_bytes += size
         if self.used_bytes > self.memory_bytes:
             refuse(
@@ -125,7 +125,7 @@ class KernelRun:
                 f'machine\'s memory, with {storage.describe()}; use mode="trace" (--trace-only), '
                 "smaller inputs, or a larger budget (--max-bytes)"
             )
-        return storage.hold(storage.fresh(self.precise), free)
+        return storage.hold(storage.fresh(self.precise), size, self.freed)
 
     def undefined(self, problem: str, nothing: bool = False) -> None:
         """Refuse, or note, a use of elements that were never written: some, or all of them."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import Enum
 from math import prod
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -218,6 +218,13 @@ def _fill(box: Box, parts: list[Box]) -> bool:
     return bool(inside.all())
 
 
+class Held(weakref.ref[np.ndarray]):
+    """The values of a storage, while anything holds them; and how many bytes they count as."""
+
+    __slots__ = ("size",)
+    size: int
+
+
 class Storage:
     """The memory behind a tensor and all its views, on one core or shared by both."""
 
@@ -229,7 +236,7 @@ class Storage:
     def __init__(self, layout: Layout, name: str) -> None:
         self.layout = layout
         self.name = name
-        self._data: weakref.ref[np.ndarray] | None = None
+        self._data: Held | None = None
         # the dtype of its values: with NKI_PRECISE_FP=0 floats are kept in fp32
         self.store = layout.dtype.numpy
         self.address: tuple[int, int] | None = None
@@ -257,10 +264,16 @@ class Storage:
         """Its bytes, which tensors hold: a trace outlives them, and must not keep them."""
         return self._data and self._data()
 
-    def hold(self, values: np.ndarray, freed: Callable[[Any], object] | None = None) -> np.ndarray:
-        """Make an array's bytes its own; `freed` is called when nothing holds them any more."""
+    def hold(
+        self, values: np.ndarray, size: int = 0, freed: list[Held] | None = None
+    ) -> np.ndarray:
+        """Make an array's bytes its own; what held them joins `freed` when nothing does any more.
+
+        `size` is what counts as freed then.
+        """
         data = values.reshape(-1).view(np.uint8)
-        self._data = weakref.ref(data, freed)
+        self._data = Held(data, None if freed is None else freed.append)
+        self._data.size = size
         return data
 
     def fresh(self, precise: bool) -> np.ndarray:
