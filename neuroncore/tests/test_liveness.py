@@ -1,5 +1,6 @@
 """What is live at once, and what does not fit."""
 
+import itertools
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from neuroncore import isa as nisa
 from neuroncore import language as nl
 from neuroncore.hardware import MACHINES
 from neuroncore.memory.storage import MemoryRegion
+from neuroncore.profile.places import places
 
 X = nc.TensorSpec((128, 64), nl.float32)
 
@@ -96,6 +98,50 @@ def test_live_tensors_must_not_overlap_by_address():
     profile = run(addressed((0, 0), (0, 128), reuse=False))  # a is dead when b is written
     core = profile.schedule.cores[0]
     assert core.start[1] >= core.end[0]
+
+
+def by_turns(addresses, size, live):
+    """Tensors with addresses, then one without; they are used afterwards where they stay live."""
+
+    def kernel(x):
+        given = [nl.ndarray((128, size), nl.uint8, address=(0, at)) for at in addresses]
+        for tile in given:
+            nisa.memset(tile[:, :1], 0)
+        free = nl.ndarray((128, 150_000), nl.uint8, name="free")
+        nisa.memset(free[:, :2], 0, engine=nisa.gpsimd_engine)
+        for tile in given if live else ():
+            nisa.tensor_copy(free[:, :1], tile[:, :1])
+
+    return kernel
+
+
+def test_an_address_is_held_from_first_write_to_last_use_only():
+    profile = run(by_turns((0, 100_000), 90_000, live=False))
+    core = profile.schedule.cores[0]
+    assert core.start[2] >= core.end[0]  # two of 90,000 and one of 150,000 are never live at once
+    found = places(core, MemoryRegion.sbuf)
+    assert {p.storage.name: p.byte for p in found}["free"] == 0
+    for a, b in itertools.combinations(found, 2):
+        assert a.end <= b.start or b.end <= a.start or a.byte_end <= b.byte or b.byte_end <= a.byte
+    with pytest.raises(
+        nc.NkiValidationError, match=r"330000 bytes.* live at once.* free.* 2 x 90000"
+    ):
+        run(by_turns((0, 100_000), 90_000, live=True))
+    # they share 40,000 bytes, so that 60,000 are left, whose place nothing else needs
+    shared = by_turns((0, 10_000), 50_000, live=False)
+    assert run(shared).sbuf_peak_bytes == 150_000
+
+
+def test_a_tensor_that_an_instruction_writes_twice_takes_room_once():
+    def kernel(x):
+        for _ in range(8):
+            both = nl.ndarray((128, 12_000), nl.float32)
+            one = full(1.0, 128, 64)
+            nisa.tensor_scalar_reduce(
+                both[:, :64], one, nl.multiply, 2.0, nl.add, reduce_res=both[:, 64:65]
+            )
+
+    assert run(kernel).sbuf_peak_bytes < 60_000  # the schedule had no room left at the fifth
 
 
 @pytest.mark.parametrize(("partitions", "above"), [(32, 4), (33, 2), (64, 2), (65, 1), (128, 1)])

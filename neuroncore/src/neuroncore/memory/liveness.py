@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Literal
@@ -42,18 +43,17 @@ def room_of(memory: MemoryRegion, machine: Machine) -> int:
 def peak(trace: Trace, memory: MemoryRegion, machine: Machine) -> Peak:
     """The largest live set of a memory in program order."""
     tensors = [s for s in trace.storages if s.memory is memory and s.first >= 0]
-    placed = [s for s in tensors if s.address is not None]
     events = [(s.first, 0, s.layout.size, s) for s in tensors if s.address is None]
     events += [(s.last, 1, -s.layout.size, s) for s in tensors if s.address is None]
-    # tensors with an address hold their place for the whole kernel: nothing else is put there
-    reserved = covered(placed)
-    used = most = reserved
+    for s, (taken, given_back) in shares_of(tensors).items():
+        events += [(s.first, 0, taken, s), (s.last, 1, -given_back, s)]
+    used = most = 0
     at = -1
     for instruction, _, size, _ in sorted(events, key=itemgetter(0, 1)):
         used += size
         if used > most:
             most, at = used, instruction
-    live = [s for s in tensors if s.first <= at <= s.last] if at >= 0 else placed
+    live = [s for s in tensors if s.first <= at <= s.last]
     live.sort(key=lambda s: s.layout.size, reverse=True)
     return Peak(most, limit_of(memory, machine), tuple(live))
 
@@ -117,6 +117,28 @@ def _check_addresses(placed: list[Storage]) -> None:
                     f"addresses of live tensors overlap: {a.describe()} at {a.address} and "
                     f"{b.describe()} at {b.address}; move one, or end its use before the other's"
                 )
+
+
+def shares_of(tensors: Iterable[Storage]) -> dict[Storage, tuple[int, int]]:
+    """What each tensor with an address takes with its first use, and gives back with its last.
+
+    Bytes per partition (SBUF) or banks (PSUM) that no other live tensor with an address covers.
+    """
+    placed = [s for s in tensors if s.address is not None and s.first >= 0]
+    events = [(s.first, 0, s) for s in placed] + [(s.last, 1, s) for s in placed]
+    shares: dict[Storage, tuple[int, int]] = {}
+    live: dict[MemoryRegion, list[Storage]] = defaultdict(list)
+    for _, ends, s in sorted(events, key=itemgetter(0, 1)):
+        others = live[s.memory]
+        if ends:
+            others.remove(s)
+        share = covered([*others, s]) - covered(others)
+        if ends:
+            shares[s] = shares[s][0], share
+        else:
+            others.append(s)
+            shares[s] = share, 0
+    return shares
 
 
 def covered(placed: list[Storage]) -> int:

@@ -8,7 +8,6 @@ legal placement, not the compiler's.
 from __future__ import annotations
 
 import re
-from bisect import insort
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -35,20 +34,22 @@ class TensorPlace(NamedTuple):
 def places(core: CoreSchedule, memory: MemoryRegion) -> list[TensorPlace]:
     """Every life of every tensor of a memory, by its start; no two share a byte at once."""
     lives = sorted(core.occupied.get(memory, []), key=itemgetter(0, 1))
-    given = {s: None for _, _, s in lives if s.address}
-    live = sorted([_at(s, 0.0, float("inf"), *(s.address or ())) for s in given], key=_BYTE)
+    given = [_at(s, start, end, *s.address) for start, end, s in lives if s.address]
+    live: list[TensorPlace] = []
     found: list[TensorPlace] = []
     for start, end, s in lives:
         live = [place for place in live if place.end > start]
         if s.address:
             found.append(_at(s, start, end, *s.address))
             continue
+        given = [place for place in given if place.end > start]
+        there = sorted([*live, *[place for place in given if place.start < end]], key=_BYTE)
         # 33 to 64 partitions start at 0 or 64, up to 32 at a multiple of 32; a bank is whole
         count = 128 if memory is MemoryRegion.psum else s.layout.shape[0]
         starts = range(0, 128, 128 if count > 64 else 64 if count > 32 else 32)
-        choices = [_lowest(_at(s, start, end, partition), live) for partition in starts]
+        choices = [_lowest(_at(s, start, end, partition), there) for partition in starts]
         found.append(min(choices, key=_BYTE))
-        insort(live, found[-1], key=_BYTE)
+        live.append(found[-1])
     return found
 
 

@@ -93,10 +93,10 @@ class Placer:
         self.uses: defaultdict[Storage, _Uses] = defaultdict(_Uses)
         self.capacity: dict[MemoryRegion, Capacity] = {}
         for memory, limit in liveness.check_fits(trace, machine, launch.capacity).items():
-            placed = [s for s in trace.storages if s.memory is memory and s.address]
-            self.capacity[memory] = Capacity(limit - liveness.covered(placed))
+            self.capacity[memory] = Capacity(limit)
             self.times.occupied[memory] = self.capacity[memory].occupied
-        self.placed = [s for s in trace.storages if s.address and s.first >= 0]
+        # of tensors with an address: what each takes and gives back
+        self.shares = liveness.shares_of(trace.storages)
         self.loops = Loops(trace)
         # no DMA starts before: what follows a loop is not triggered before its last iteration
         self.floor = 0.0
@@ -284,13 +284,15 @@ class Placer:
 
     def _allocate(self, s: Storage, use: _Uses, i: int) -> tuple[float, int]:
         """When a tensor's place is free for its first write, and the instruction that frees it."""
-        if use.begun >= 0 and s in self.loops.early:  # it entered in an iteration before
+        # it entered by another operand, or in an iteration before
+        if use.begun == i or (use.begun >= 0 and s in self.loops.early):
             return 0.0, -1
         use.begun = i
+        capacity = self.capacity[s.layout.memory]
         if s.address is None:
-            return self.capacity[s.layout.memory].take(s.layout.size)
-        when, who = 0.0, -1
-        for other in self.placed:
+            return capacity.take(s.layout.size)
+        when, who = capacity.take(self.shares[s][0])
+        for other in self.shares:
             if other is s or other.memory is not s.memory or other not in self.uses:
                 continue
             latest, last = self.uses[other].latest, self.uses[other].last
@@ -305,8 +307,8 @@ class Placer:
         capacity, use = self.capacity[layout.memory], self.uses[s]
         use.last = i
         capacity.occupied.append((self.times.start[use.begun], use.latest, s))
-        if s.address is None:
-            capacity.release(use.latest, layout.size, i)
+        size = layout.size if s.address is None else self.shares[s][1]
+        capacity.release(use.latest, size, i)
 
     def _moved(
         self, template: InstructionTemplate, moves: list[Move]
