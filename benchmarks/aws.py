@@ -1,9 +1,12 @@
-"""AWS's dense gated MLP for one token, from nki-library's public source, next to ours: modelled."""
+"""AWS's dense kernels for one token, from nki-library's public source, next to ours: modelled."""
 
 import io
 import sys
 import tempfile
+import warnings
 from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -12,30 +15,36 @@ import ml_dtypes
 import numpy as np
 
 import neuroncore
+from benchmarks.layer import TOKENS, further
 from benchmarks.library import mend
 from neuronmm_ops.compress.calibrate import Progress
+from neuronmm_ops.estimate.decoder import Decoder
+from neuronmm_ops.estimate.linears import linears
 from neuronmm_ops.kernels.problem import Problem
 from neuronmm_ops.kernels.problems import mlp_matrices
-from neuronmm_ops.models import SHAPES
+from neuronmm_ops.models import SHAPES, ModelShape
 from neuronmm_ops.plan import plan_problem
 from neuronmm_ops.rank import aligned_rank
 
 TARGET, RATIO = "trn2", 0.2
 RANKS = {"Llama-3.2-1B": 1, "Llama-3.1-8B": 8, "Llama-3.1-70B": 32}
 """Ranks that divide each model's inner features."""
+LAYERS = (("Llama-3.1-8B", 8), ("Llama-3.1-70B", 8), ("Llama-3.1-70B", 32))
+"""Models whose ranks have one key and value head each, as nki-library's transformer asks."""
 
 
 def run(clone: Path, progress: Progress | None = None) -> list[dict[str, Any]]:
-    """Trace nki-library's `mlp` and our plans for one bf16 token, on one and on two cores.
+    """Trace nki-library's dense kernels and our plans for one bf16 token.
 
     Args:
         clone: of aws-neuron/nki-library; a copy of its source is imported.
         progress: called with ("trace", done, in all).
 
     Returns:
-        A row for each model and number of cores: `model`, `tp`, `lnc`, `H`, `I` of one rank,
-        `aws_ms`, `dense_ms` (our `mlp`), and `low_rank_ms` (`svd_mlp` at ratio .2; None where
-        ranks share the model).
+        Rows with `what`, `model`, `tp`, `lnc`, `aws_ms`, `dense_ms` and `low_rank_ms`. Of `what`
+        "MLP": its `mlp`, our `mlp`, and `svd_mlp` at ratio .2 (None where ranks share the model).
+        "layer": what a second layer adds to a launch of its `transformer_tkg`, and a further one
+        to ours, dense and with every Linear at ratio .2; 2048 tokens in the cache.
 
     Raises:
         ValueError: there is no such source.
@@ -49,16 +58,17 @@ def run(clone: Path, progress: Progress | None = None) -> list[dict[str, Any]]:
         copytree(source, Path(folder, "nkilib_src"))
         mend(Path(folder, "nkilib_src/nkilib/core/mlp/mlp.py"))
         sys.path.insert(0, folder)
-        for model, tp in RANKS.items():
-            for lnc in (1, 2):
-                rows.append(_row(model, tp, lnc))
-                if progress is not None:
-                    progress("trace", len(rows), 2 * len(RANKS))
+        cases = [partial(_mlp, model, tp, lnc) for model, tp in RANKS.items() for lnc in (1, 2)]
+        cases += [partial(_layer, model, tp, 2) for model, tp in LAYERS]
+        for case in cases:
+            rows.append(case())
+            if progress is not None:
+                progress("trace", len(rows), len(cases))
         sys.path.remove(folder)
     return rows
 
 
-def _row(model: str, tp: int, lnc: int) -> dict[str, Any]:
+def _mlp(model: str, tp: int, lnc: int) -> dict[str, Any]:
     H, inner = SHAPES[model].hidden_size, SHAPES[model].intermediate_size
     I = inner // tp  # noqa: E741 - the shape letter
     dense = Problem("mlp", 1, ((H, I), (H, I), (I, H)), target=TARGET, lnc=lnc)
@@ -68,24 +78,80 @@ def _row(model: str, tp: int, lnc: int) -> dict[str, Any]:
         assert r is not None
         matrices = mlp_matrices(H, (r, r, r), I, H)
         low_rank = plan_problem(Problem("svd_mlp", 1, matrices, target=TARGET, lnc=lnc)).time_ms
-    return {
-        "model": model,
-        "tp": tp,
-        "lnc": lnc,
-        "H": H,
-        "I": I,
-        "aws_ms": _aws(H, I, lnc),
-        "dense_ms": plan_problem(dense).time_ms,
-        "low_rank_ms": low_rank,
-    }
+    own = {"dense_ms": plan_problem(dense).time_ms, "low_rank_ms": low_rank}
+    return _row("MLP", model, tp, lnc) | {"aws_ms": _aws_mlp(H, I, lnc)} | own
 
 
-def _aws(H: int, I: int, lnc: int) -> float:  # noqa: E741
+def _layer(model: str, tp: int, lnc: int) -> dict[str, Any]:
+    def decoder(ratio: float | None, layers: int) -> Decoder:
+        shape = replace(SHAPES[model], layers=layers)
+        every = linears(shape, set(shape.projections), ratio=ratio)
+        return Decoder.uniform(shape, every, target=TARGET, lnc=lnc, tp=tp, batch=1)
+
+    dense, low_rank = [further(partial(decoder, ratio)).times_ms[0] for ratio in (None, RATIO)]
+    one, two = [_aws_layers(SHAPES[model], tp, lnc, layers) for layers in (1, 2)]
+    own = {"dense_ms": dense, "low_rank_ms": low_rank}
+    return _row("layer", model, tp, lnc) | {"aws_ms": two - one} | own
+
+
+def _row(what: str, model: str, tp: int, lnc: int) -> dict[str, Any]:
+    return {"what": what, "model": model, "tp": tp, "lnc": lnc}
+
+
+def _aws_mlp(H: int, I: int, lnc: int) -> float:  # noqa: E741
     """Milliseconds of nki-library's kernel, which chooses its form for few tokens itself."""
     from nkilib_src.nkilib.core.mlp.mlp import mlp  # pyright: ignore
 
-    shapes = (1, 1, H), (H, I), (H, I), (I, H)
-    operands = [np.zeros(shape, ml_dtypes.bfloat16) for shape in shapes]
-    with redirect_stdout(io.StringIO()):  # it reports its memory
-        done = neuroncore.simulate(mlp[lnc], *operands, target=TARGET, mode="trace")
+    operands = [_zeros(*shape) for shape in ((1, 1, H), (H, I), (H, I), (I, H))]
+    return _traced_ms(mlp[lnc], *operands)
+
+
+def _aws_layers(shape: ModelShape, tp: int, lnc: int, layers: int) -> float:
+    """Milliseconds of so many layers of nki-library's transformer, activations by way of HBM.
+
+    Its path through SBUF (`sbuf_residual_and_cc`) names a mask that it does not have.
+    """
+    from nkilib_src.nkilib.experimental.transformer.transformer_tkg import (  # pyright: ignore
+        transformer_tkg,
+    )
+
+    H, d, heads, T = shape.hidden_size, shape.head_dim, shape.heads // tp, TOKENS
+    I = -(-shape.intermediate_size // tp // 128) * 128  # noqa: E741 - it takes multiples of 128
+    each = {
+        "W_qkvs": (H, (heads + 2) * d),
+        "W_outs": (heads * d, H),
+        "W_gates": (H, I),
+        "W_ups": (H, I),
+        "W_downs": (I, H),
+        "W_gamma_qkvs": (1, H),
+        "W_gamma_mlps": (1, H),
+        "K_caches": (1, 1, d, T),
+        "V_caches": (1, 1, T, d),
+    }
+    return _traced_ms(
+        neuroncore.jit(transformer_tkg)[lnc],
+        X=_zeros(1, 1, H),
+        **{name: [_zeros(*sizes) for _ in range(layers)] for name, sizes in each.items()},
+        RoPE_cos=_zeros(d // 2, 1, 1),
+        RoPE_sin=_zeros(d // 2, 1, 1),
+        mask_cache=np.ones((T, 1, heads, 1), bool),
+        mask_active=None,
+        position_ids=np.array([[T - 1]], np.uint32),
+        num_layers=layers,
+        replica_groups=(tuple(range(tp)),),
+        ranks=tp,
+        alike_ranks=True,
+        follow="kernels",
+        uninitialised="warn",
+    )
+
+
+def _zeros(*shape: int) -> np.ndarray:
+    return np.zeros(shape, ml_dtypes.bfloat16)
+
+
+def _traced_ms(kernel: Any, *operands: np.ndarray, **options: Any) -> float:
+    with redirect_stdout(io.StringIO()), warnings.catch_warnings():  # it reports its memory
+        warnings.simplefilter("ignore", neuroncore.NkiWarning)
+        done = neuroncore.simulate(kernel, *operands, target=TARGET, mode="trace", **options)
     return done.profile.time_ms

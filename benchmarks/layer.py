@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -66,8 +67,7 @@ def row(layer: ModelledLayer) -> dict[str, Any]:
     decoder, lengths = layer.decoder(), {TOKENS: 1.0}
     apart, launches = separate(decoder)
     one, _ = layers_cost(decoder, lengths)
-    several, _ = layers_cost(layer.decoder(1 + FURTHER), lengths)
-    more = PassCost().plus(several.plus(one, -1), 1 / FURTHER)
+    more = further(layer.decoder)
     return {
         **layer._asdict(),
         "target": TARGET,
@@ -81,6 +81,12 @@ def row(layer: ModelledLayer) -> dict[str, Any]:
         "more_range_ms": spread(more.times_ms),
         "bound_ms": bound_ms(decoder, one),
     }
+
+
+def further(decoder: Callable[[int], Decoder]) -> PassCost:
+    """What a further layer adds to a launch; `decoder` makes a model of so many layers."""
+    one, several = [layers_cost(decoder(count), {TOKENS: 1.0})[0] for count in (1, 1 + FURTHER)]
+    return PassCost().plus(several.plus(one, -1), 1 / FURTHER)
 
 
 def separate(decoder: Decoder) -> tuple[PassCost, int]:

@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     description = "how quick neuroncore is on this machine: CPU seconds, beside NumPy; memory"
     add_command(commands, "simulator", _simulator, _show_simulator, description)
 
-    description = "AWS's dense MLP for one token next to ours; time is modelled"
+    description = "AWS's dense MLP and layer for one token next to ours; time is modelled"
     command = add_command(commands, "aws", _aws, show_rows, description)
     command.add_argument("clone", type=Path, metavar="CLONE", help="of aws-neuron/nki-library")
 

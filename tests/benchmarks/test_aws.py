@@ -31,28 +31,57 @@ def mlp(hidden, gate, up, down):
 """
 
 
+LAYERS = """\
+import nki.isa as nisa
+import nki.language as nl
+
+def transformer_tkg(
+    X, W_qkvs, W_outs, W_gates, W_ups, W_downs, W_gamma_qkvs, W_gamma_mlps, K_caches, V_caches,
+    RoPE_cos, RoPE_sin, mask_cache, mask_active, position_ids, num_layers, replica_groups,
+):
+    out = nl.ndarray(X.shape, dtype=X.dtype, buffer=nl.shared_hbm)
+    for layer in range(num_layers):
+        for matrix in (W_qkvs[layer], W_outs[layer], W_gates[layer], W_ups[layer], W_downs[layer]):
+            rows, columns = matrix.shape
+            for start in range(128 * nl.program_id(0), rows, 256):
+                tile = nl.ndarray((128, columns), dtype=matrix.dtype)
+                nisa.dma_copy(tile, matrix[start : start + 128])
+    if nl.program_id(0) == 0:
+        nisa.dma_copy(out, X)
+    return out
+"""
+
+
 # In a process of its own: what imports nki there finds the simulated core's.
 CALL = """\
 import json, sys
 from pathlib import Path
 from benchmarks import aws
-aws.RANKS = {"Llama-3.2-1B": 8}
+aws.RANKS, aws.LAYERS = {"Llama-3.2-1B": 8}, (("Llama-3.2-1B", 8),)
 print(json.dumps(aws.run(Path(sys.argv[1]))))
 """
 
 
 @pytest.mark.slow
 def test_a_row_has_both_kernels(tmp_path):
-    folder = tmp_path / "src/nkilib_src/nkilib/core/mlp"
-    folder.mkdir(parents=True)
-    (folder / "mlp.py").write_text(MLP)
+    for name, source in (
+        ("core/mlp/mlp", MLP),
+        ("experimental/transformer/transformer_tkg", LAYERS),
+    ):
+        path = tmp_path / f"src/nkilib_src/nkilib/{name}.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(source)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    one, two = json.loads(run(sys.executable, "-c", CALL, tmp_path, PYTHONPATH=path))
-    assert (one["lnc"], two["lnc"]) == (1, 2)
-    assert (one["H"], one["I"], one["low_rank_ms"]) == (2048, 1024, None)
+    one, two, layer = json.loads(run(sys.executable, "-c", CALL, tmp_path, PYTHONPATH=path))
+    assert [row["what"] for row in (one, two, layer)] == ["MLP", "MLP", "layer"]
+    assert (one["lnc"], two["lnc"], one["low_rank_ms"]) == (1, 2, None)
     bytes_ms = 6 * 2048 * 1024 / 2900e6
     assert one["aws_ms"] > bytes_ms / 2
     assert one["dense_ms"] > two["dense_ms"] > bytes_ms / 2
+    # theirs is loads alone, of an eighth of q and of the MLP, with k and v of one head
+    bytes_ms = 2 * (2048 * (256 + 128 + 3 * 1024) + 256 * 2048) / 2900e6
+    assert one["aws_ms"] > layer["aws_ms"] > bytes_ms / 2
+    assert layer["dense_ms"] > layer["aws_ms"]
 
 
 def test_another_folder_is_refused(tmp_path):
