@@ -99,16 +99,29 @@ def test_four_values_are_packed_as_the_simulator_reads_them(name):
 
 
 def test_outcomes_of_tests(monkeypatch):
-    def outcome(error, stage="none"):
+    def outcome(error, stage="none", may_fail=False):
         monkeypatch.setitem(plugin._run, "stage", stage)
-        return plugin._outcome(error)
+        return plugin._outcome(error, may_fail)
 
     assert outcome(None) == "refused as expected"
     assert outcome(None, "values") == "right"
     assert outcome(None, "reference") == "no values"
-    assert outcome(AssertionError("wrong values: ['out']"), "values") == "wrong"
+    wrong = AssertionError("wrong values: ['out']")
+    assert outcome(wrong, "values") == "wrong"
+    assert outcome(wrong, "values", may_fail=True) == "fails as marked"
+    assert outcome(None, "values", may_fail=True) == "right"
     assert outcome(nc.NkiValidationError("start partition 5")) == "refused"
     assert outcome(nc.NkiValidationError("... or a larger budget (--max-seconds)")) == "too big"
     assert outcome(AssertionError("[NCC_INKI016] H must be a multiple")) == "refused"
     assert outcome(AssertionError("Test case was expected to fail, but it hasn't!")) == "accepted"
     assert outcome(KeyError("x")) == "other"
+
+
+def test_arguments_of_ranks_lose_what_says_that_they_change():
+    class PerRank:
+        def for_rank(self, rank):
+            return {"x": np.full(2, rank), "cache.must_alias_input": np.full(3, rank), "tp": 2}
+
+    found = plugin._arguments(PerRank(), 2)
+    assert (sorted(found), found["tp"]) == (["cache", "tp", "x"], 2)
+    assert [list(value) for value in found["cache"].values] == [[0] * 3, [1] * 3]
