@@ -161,7 +161,7 @@ def measured(asked: Reproduction, dense: Any, model: Any, progress: Update) -> d
     options = asked.measured
     block_length(dense, options.prompt + options.new, least=2)
     # Times do not depend on which tokens they are.
-    tokens = torch.arange(options.prompt) % dense.config.vocab_size
+    tokens = torch.arange(options.prompt) % dense.config.get_text_config().vocab_size
     speed = paired_speed(
         dense,
         model,
