@@ -1,4 +1,4 @@
-"""Tiny models that read images, too."""
+"""Tiny models that read images or sound, too."""
 
 from collections.abc import Callable
 
@@ -41,6 +41,13 @@ LLAMA4_VISION = {
     "projector_input_dim": 64,
     "projector_output_dim": 64,
 }
+SOUND = {
+    "model_type": "voxtral_encoder",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 MULTIMODAL: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma3": lambda: t.Gemma3ForConditionalGeneration(
@@ -67,6 +74,9 @@ MULTIMODAL: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "qwen3_5": lambda: t.Qwen3_5ForConditionalGeneration(
         t.Qwen3_5Config(text_config=QWEN35, vision_config=QWEN3_VISION)
+    ),
+    "voxtral": lambda: t.VoxtralForConditionalGeneration(
+        t.VoxtralConfig(text_config=t.LlamaConfig(**SIZES), audio_config=SOUND)
     ),
     "llama4": lambda: t.Llama4ForConditionalGeneration(
         t.Llama4Config(text_config=LLAMA4, vision_config=LLAMA4_VISION)

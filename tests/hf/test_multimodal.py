@@ -1,4 +1,4 @@
-"""Models that read images, too: text compresses their decoder, and the rest stays as it is."""
+"""Models that read images or sound, too: text compresses their decoder and nothing else."""
 
 import json
 from dataclasses import replace
