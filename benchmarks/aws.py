@@ -5,7 +5,6 @@ import sys
 import tempfile
 import warnings
 from contextlib import redirect_stdout
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shutil import copytree
@@ -15,18 +14,16 @@ import ml_dtypes
 import numpy as np
 
 import neuroncore
-from benchmarks.layer import TOKENS, further
+from benchmarks.layer import TARGET, TOKENS, ModelledLayer, launch_costs
 from benchmarks.library import mend
 from neuronmm_ops.compress.calibrate import Progress
-from neuronmm_ops.estimate.decoder import Decoder
-from neuronmm_ops.estimate.linears import linears
 from neuronmm_ops.kernels.problem import Problem
 from neuronmm_ops.kernels.problems import mlp_matrices
 from neuronmm_ops.models import SHAPES, ModelShape
 from neuronmm_ops.plan import plan_problem
 from neuronmm_ops.rank import aligned_rank
 
-TARGET, RATIO = "trn2", 0.2
+RATIO = 0.2
 RANKS = {"Llama-3.2-1B": 1, "Llama-3.1-8B": 8, "Llama-3.1-70B": 32}
 """Ranks that divide each model's inner features."""
 LAYERS = (("Llama-3.1-8B", 8), ("Llama-3.1-70B", 8), ("Llama-3.1-70B", 32))
@@ -83,12 +80,8 @@ def _mlp(model: str, tp: int, lnc: int) -> dict[str, Any]:
 
 
 def _layer(model: str, tp: int, lnc: int) -> dict[str, Any]:
-    def decoder(ratio: float | None, layers: int) -> Decoder:
-        shape = replace(SHAPES[model], layers=layers)
-        every = linears(shape, set(shape.projections), ratio=ratio)
-        return Decoder.uniform(shape, every, target=TARGET, lnc=lnc, tp=tp, batch=1)
-
-    dense, low_rank = [further(partial(decoder, ratio)).times_ms[0] for ratio in (None, RATIO)]
+    ours = [ModelledLayer(model, "", ratio, lnc) for ratio in (0.0, RATIO)]
+    dense, low_rank = [launch_costs(layer, tp)[1].times_ms[0] for layer in ours]
     one, two = [_aws_layers(SHAPES[model], tp, lnc, layers) for layers in (1, 2)]
     own = {"dense_ms": dense, "low_rank_ms": low_rank}
     return _row("layer", model, tp, lnc) | {"aws_ms": two - one} | own

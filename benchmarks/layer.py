@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -40,11 +39,11 @@ class ModelledLayer(NamedTuple):
     ratio: float
     lnc: int
 
-    def decoder(self, layers: int = 1) -> Decoder:
-        """A model of so many such layers."""
+    def decoder(self, layers: int = 1, tp: int = 1) -> Decoder:
+        """A model of so many such layers, on so many ranks."""
         shape = replace(SHAPES[self.model], layers=layers)
         every = linears(shape, set(shape.projections), self.stored, ratio=self.ratio or None)
-        return Decoder.uniform(shape, every, target=TARGET, lnc=self.lnc, tp=1, batch=1)
+        return Decoder.uniform(shape, every, target=TARGET, lnc=self.lnc, tp=tp, batch=1)
 
 
 def run(progress: Progress | None = None) -> list[dict[str, Any]]:
@@ -64,10 +63,9 @@ def run(progress: Progress | None = None) -> list[dict[str, Any]]:
 
 def row(layer: ModelledLayer) -> dict[str, Any]:
     """What a layer takes in separate launches, and in one, which a further one makes longer."""
-    decoder, lengths = layer.decoder(), {TOKENS: 1.0}
+    decoder = layer.decoder()
     apart, launches = separate(decoder)
-    one, _ = layers_cost(decoder, lengths)
-    more = further(layer.decoder)
+    one, more = launch_costs(layer)
     return {
         **layer._asdict(),
         "target": TARGET,
@@ -83,10 +81,12 @@ def row(layer: ModelledLayer) -> dict[str, Any]:
     }
 
 
-def further(decoder: Callable[[int], Decoder]) -> PassCost:
-    """What a further layer adds to a launch; `decoder` makes a model of so many layers."""
-    one, several = [layers_cost(decoder(count), {TOKENS: 1.0})[0] for count in (1, 1 + FURTHER)]
-    return PassCost().plus(several.plus(one, -1), 1 / FURTHER)
+def launch_costs(layer: ModelledLayer, tp: int = 1) -> tuple[PassCost, PassCost]:
+    """What a launch of one layer takes, and what a further one adds to it."""
+    one, several = [
+        layers_cost(layer.decoder(count, tp), {TOKENS: 1.0})[0] for count in (1, 1 + FURTHER)
+    ]
+    return one, PassCost().plus(several.plus(one, -1), 1 / FURTHER)
 
 
 def separate(decoder: Decoder) -> tuple[PassCost, int]:
