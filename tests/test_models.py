@@ -64,6 +64,7 @@ def test_unknown_names_are_told_what_is_close(given, near, far):
         {"model_type": "deepseek_v3", "n_routed_experts": 256},
         {"model_type": "gpt2"},
         {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
+        {"layer_types": [["full_attention"]]},
     ],
 )
 def test_layers_of_another_kind_have_no_shape(tmp_path, other):

@@ -156,8 +156,8 @@ def _check_layers(config: dict[str, Any], path: Path) -> None:
     found = [f"{key} {value!r}" for key, value in experts.items()]
     found += [f"model_type {kind!r}"] if kind in _UNGATED else []
     layer_types = config.get("layer_types")
-    others = set(layer_types if isinstance(layer_types, list) else ()) - _ATTENTIONS
-    found += [f"layer_types {other!r}" for other in sorted(map(str, others))]
+    others = {*map(str, layer_types if isinstance(layer_types, list) else ())} - _ATTENTIONS
+    found += [f"layer_types {other!r}" for other in sorted(others)]
     if found:
         raise ValueError(
             f"{path}: a layer has an attention and one MLP of gate, up and down projection; got "

@@ -130,9 +130,9 @@ def save(
 
 def copy_processor(source: Path | None, directory: Path) -> None:
     """Copy what a model that reads images or sound has beside its tokenizer, where it has it."""
-    for name in PROCESSOR_FILES if source else ():
-        if source and (source / name).is_file() and not (directory / name).exists():
-            shutil.copyfile(source / name, directory / name)
+    for file in [source / name for name in PROCESSOR_FILES] if source else ():
+        if file.is_file() and not (directory / file.name).exists():
+            shutil.copyfile(file, directory / file.name)
 
 
 def _save_tokenizer(tokenizer: Any, directory: Path) -> None:
