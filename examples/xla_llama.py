@@ -46,7 +46,7 @@ COLUMNS = "{:<12}{:>8}{:>14}{:>6}  {:<16}{:<9}{:>12}"
 
 def next_logits(model: Any, ids: Tensor, cache: StaticCache) -> Tensor:
     """Logits of the token after `ids`, which follow what is in the cache."""
-    return model(ids, past_key_values=cache).logits[:, -1]
+    return model(ids, cache=cache).logits[:, -1]  # before Transformers 5.24: past_key_values
 
 
 class Llama:

@@ -21,6 +21,7 @@ from transformers import (
 
 import neuronmm_ops as nm
 from neuronmm_ops.nn import fused_decoder
+from neuronmm_ops.nn.decode_cache import cache_name
 from neuronmm_ops.nn.dense_linear import dense_linears
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3")
@@ -183,7 +184,7 @@ def stepped(model: PreTrainedModel, sizes: tuple[int, ...] = (9, 1, 1, 1, 1)) ->
     past = StaticCache(config=model.config, max_cache_len=40)
     ids = torch.randint(0, 256, (1, sum(sizes)), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        pieces = [model(piece, past_key_values=past).logits for piece in ids.split(sizes, 1)]
+        pieces = [model(piece, **{cache_name(model): past}).logits for piece in ids.split(sizes, 1)]
     return torch.cat(pieces, 1)
 
 
@@ -211,7 +212,9 @@ def continued(model: PreTrainedModel) -> Tensor:
             if found:
                 mask = torch.cat([mask, torch.ones_like(piece)], 1)
             places = (mask.cumsum(-1) - 1).clamp_min(0)[:, -piece.shape[1] :]
-            output = model(piece, attention_mask=mask, position_ids=places, past_key_values=past)
+            output = model(
+                piece, attention_mask=mask, position_ids=places, **{cache_name(model): past}
+            )
             found.append(output.logits[:, -1])
     return torch.stack(found)
 
@@ -231,7 +234,7 @@ def test_a_padded_batch_goes_on_with_a_second_prompt(sizes, layers, attention, c
 def test_a_cache_that_is_reset_begins_anew():
     model = nm.fuse_decoder_(family_model("llama"))
     past = StaticCache(config=model.config, max_cache_len=30)
-    options = {"max_new_tokens": 5, "do_sample": False, "past_key_values": past}
+    options = {"max_new_tokens": 5, "do_sample": False, cache_name(model): past}
     first = model.generate(**prompts(padded=True), **options, pad_token_id=256)
     past.reset()
     assert torch.equal(model.generate(**prompts(padded=True), **options, pad_token_id=256), first)
@@ -312,7 +315,7 @@ def test_hidden_states_between_layers_of_an_op_are_the_unfused_models(calls):
 def hidden_states(model: PreTrainedModel, way: str = "argument") -> list[Tensor]:
     """Those of a token after a prompt and another token; asked for by an argument, or config."""
     past, ids = StaticCache(config=model.config, max_cache_len=20), prompts(padded=False)
-    options = {"past_key_values": past}
+    options = {cache_name(model): past}
     with torch.no_grad():
         model(ids["input_ids"], **options)
         model(ids["input_ids"][:, :1], **options)
@@ -334,9 +337,9 @@ def test_a_decode_step_is_one_graph(sizes, layers):
     ids = torch.randint(0, 256, (1, 13), generator=torch.Generator().manual_seed(3))
     step = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        found = [model(ids[:, :9], past_key_values=past).logits]
+        found = [model(ids[:, :9], **{cache_name(model): past}).logits]
         for place in range(9, 13):
-            found.append(step(ids[:, place : place + 1], past_key_values=past).logits)
+            found.append(step(ids[:, place : place + 1], **{cache_name(model): past}).logits)
     torch.testing.assert_close(torch.cat(found, 1), expected)
 
 
@@ -361,7 +364,8 @@ def bucketed(model: Any, prompt: list[int]) -> list[int]:
     found: list[int] = []
     for _ in range(10):
         with torch.no_grad():
-            logits = model(ids, past_key_values=past, logits_to_keep=torch.tensor([last])).logits
+            kept = {cache_name(model): past, "logits_to_keep": torch.tensor([last])}
+            logits = model(ids, **kept).logits
         if not found:
             for layer in past.layers:
                 layer.cumulative_length.copy_(torch.tensor(length))
@@ -481,24 +485,23 @@ def test_another_cache_is_refused_once_it_has_tokens():
     model = nm.fuse_decoder_(family_model("llama"))
     past, ids = DynamicCache(config=model.config), prompts(padded=False)["input_ids"]
     with torch.no_grad():
-        model(ids, past_key_values=past)
+        model(ids, **{cache_name(model): past})
         with pytest.raises(TypeError, match="decode with a StaticCache, got DynamicCache; call"):
-            model(ids[:, :1], past_key_values=past)
+            model(ids[:, :1], **{cache_name(model): past})
 
 
 def test_a_full_cache_is_refused():
     model = nm.fuse_decoder_(family_model("llama"))
     past, ids = StaticCache(config=model.config, max_cache_len=9), prompts(padded=False)
     with torch.no_grad():
-        model(ids["input_ids"], past_key_values=past)
+        model(ids["input_ids"], **{cache_name(model): past})
         with pytest.raises(ValueError, match=r"must be in 0\.\.T - M = 8, got \[9\]"):
-            model(ids["input_ids"][:, :1], past_key_values=past)
+            model(ids["input_ids"][:, :1], **{cache_name(model): past})
 
 
 def test_padding_on_the_right_is_refused():
     model, given = nm.fuse_decoder_(family_model("llama")), prompts(padded=True)
     past = StaticCache(config=model.config, max_cache_len=20)
+    options = {"attention_mask": given["attention_mask"].flip(1), cache_name(model): past}
     with torch.no_grad(), pytest.raises(ValueError, match="pad on the left"):
-        model(
-            given["input_ids"], attention_mask=given["attention_mask"].flip(1), past_key_values=past
-        )
+        model(given["input_ids"], **options)

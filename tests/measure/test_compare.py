@@ -195,7 +195,7 @@ def test_a_model_without_a_cache_is_refused():
     model = tiny_model()
     forward = model.forward
     model.forward = lambda **options: forward(**{**options, "use_cache": False})  # pyright: ignore
-    with pytest.raises(ValueError, match="LlamaForCausalLM gives no past_key_values"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM gives no cache"):
         paired_speed(model, model, torch.arange(8), decode_tokens=2, rounds=1)
 
 

@@ -16,6 +16,7 @@ from torch_xla import _XLAC
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import neuronmm_ops as nm
+from neuronmm_ops.nn.decode_cache import cache_name
 from neuronmm_ops.nn.laid_linear import is_laid
 from neuronmm_ops.ops.definitions.decoder_layer import SPEC
 
@@ -85,9 +86,9 @@ def test_a_decode_step_transposes_no_weight_and_no_cache(device, handler, monkey
     model, prompt = llama().to(device), torch.randint(0, 64, (1, 9)).to(device)
     past = StaticCache(config=nm.fuse_decoder_(model).config, max_cache_len=24)
     with torch.no_grad():
-        model(prompt, past_key_values=past)
+        model(prompt, **{cache_name(model): past})
         torch_xla.sync()
-        logits = model(prompt[:, :1], past_key_values=past).logits
+        logits = model(prompt[:, :1], **{cache_name(model): past}).logits
     caches = [each for layer in past.layers for each in (layer.keys, layer.values)]
     text = _XLAC._get_xla_tensors_hlo([logits, *caches])
     assert len(lowered(logits).calls) == 2
@@ -118,7 +119,7 @@ def texts(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
             places = (mask[:, :seen].cumsum(-1) - 1).clamp_min(0)[:, -piece.shape[1] :]
             options = {"attention_mask": mask[:, :seen], "position_ids": places}
             with torch.no_grad():
-                logits = model(piece, **options, past_key_values=past).logits[:, -1]
+                logits = model(piece, **options, **{cache_name(model): past}).logits[:, -1]
             found.append(logits.cpu())
         past.reset()
     return torch.stack(found)
@@ -141,7 +142,7 @@ def bucketed(call: Any, model: LlamaForCausalLM, prompt: list[int]) -> list[int]
     ids, last = torch.tensor([prompt + [0] * (8 - len(prompt))]), len(prompt) - 1
     found: list[int] = []
     for _ in range(6):
-        options = {"past_key_values": past, "logits_to_keep": torch.tensor([last]).to(device)}
+        options = {cache_name(model): past, "logits_to_keep": torch.tensor([last]).to(device)}
         with torch.no_grad():
             found.append(int(call(ids.to(device), **options).logits[0, -1].argmax()))
         if len(found) == 1:

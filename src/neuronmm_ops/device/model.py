@@ -11,6 +11,7 @@ from torch import Tensor
 from neuronmm_ops.compress import SVDConfig, compress_
 from neuronmm_ops.demo import HELD_OUT, MODEL
 from neuronmm_ops.extras import transformers_models
+from neuronmm_ops.nn.decode_cache import cache_name
 
 PROMPT, NEW = 128, 8
 PHASES = {"prefill": slice(0, 1), "decode": slice(1, None)}
@@ -64,7 +65,7 @@ def passes(call: Any, cache: Any, ids: Iterable[Tensor]) -> Iterator[Tensor]:
     cache.reset()
     for piece in ids:
         with torch.no_grad():
-            logits = call(piece, past_key_values=cache, logits_to_keep=1).logits
+            logits = call(piece, **{cache_name(call): cache}, logits_to_keep=1).logits
         yield logits[:, -1].cpu()
 
 

@@ -14,6 +14,7 @@ from neuronmm_ops.estimate.recorded import recorded
 from neuronmm_ops.estimate.speculation import Costs, pass_times
 from neuronmm_ops.measure.timing import time_paired
 from neuronmm_ops.models import resolve_shape
+from neuronmm_ops.nn.decode_cache import cache_name, cache_of
 
 CACHED = 64
 """Tokens before those of a pass that is measured."""
@@ -34,10 +35,10 @@ def _pass(model: PreTrainedModel, tokens: int) -> Callable[[int], Tensor]:
     """What runs a pass of so many tokens, and takes them out of the cache again."""
     ids = torch.zeros(1, CACHED, dtype=torch.long, device=model.device)
     with torch.inference_mode():
-        cache = model(input_ids=ids, use_cache=True).past_key_values
+        cache = cache_of(model(input_ids=ids, use_cache=True))
 
     def run(_: int) -> Tensor:
-        output = model(input_ids=ids[:, :tokens], past_key_values=cache, use_cache=True)
+        output = model(input_ids=ids[:, :tokens], **{cache_name(model): cache}, use_cache=True)
         cache.crop(-tokens)
         return output.logits[0, -1, 0].cpu()
 

@@ -25,6 +25,7 @@ from neuronmm_ops.compress.batches import check_ids
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.hf.computing import AUTO, load_packed
 from neuronmm_ops.hf.generate import FiniteLogits, check_length
+from neuronmm_ops.nn.decode_cache import cache_of
 
 STATUS = Path("/proc/self/status")
 MAX_REASON = 200
@@ -134,7 +135,7 @@ def checked(
         raise ValueError(
             f"{name}: {type(model).__name__} cannot generate with a static cache: {_reason(error)}"
         ) from error
-    if not isinstance(getattr(output, "past_key_values", None), StaticCache):
+    if not isinstance(cache_of(output), StaticCache):
         raise ValueError(f"{name}: {type(model).__name__} takes no static cache")
     if is_compiled and not hasattr(model, "_compiled_call"):
         raise CompileError(f"Transformers does not compile {type(model).__name__}")

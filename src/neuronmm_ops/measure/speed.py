@@ -11,6 +11,7 @@ from torch import Tensor
 
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.measure.timing import PairedTimes, in_turn
+from neuronmm_ops.nn.decode_cache import cache_name, cache_of
 
 TimedPhase = Literal["prefill", "decode", "end_to_end"]
 DECODE_PROMPT = 64
@@ -103,11 +104,9 @@ def _decode_ms(model: Any, prompt: Tensor, new_tokens: int) -> float:
     output = _run(model, prompt, None)
     start = _now(prompt)
     for _ in range(new_tokens):
-        cache = getattr(output, "past_key_values", None)
+        cache = cache_of(output)
         if cache is None:
-            raise ValueError(
-                f"{type(model).__name__} gives no past_key_values: its decode cannot be timed"
-            )
+            raise ValueError(f"{type(model).__name__} gives no cache: its decode cannot be timed")
         output = _run(model, output.logits[:, -1:].argmax(-1), cache)
     return 1e3 * (_now(prompt) - start)
 
@@ -116,7 +115,7 @@ def _run(model: Any, ids: Tensor, cache: Any) -> Any:
     # Only the last token's logits, as when generating: the head is not what is compressed.
     takes = inspect.signature(model.forward).parameters
     options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-    return model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+    return model(input_ids=ids, use_cache=True, **{cache_name(model): cache}, **options)
 
 
 def _now(tensor: Tensor) -> float:

@@ -6,15 +6,18 @@ read, each sequence is moved to the left by its padding.
 """
 
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from neuronmm_ops.nn.laid_linear import BY_STRIDES
 from neuronmm_ops.ops.definitions.attention import has_values
 
 _KINDS = ("StaticLayer", "StaticSlidingWindowLayer")
+NAME, NAME_BEFORE = "cache", "past_key_values"
+"""Of the argument and of an output's field, in Transformers from 5.24 on and before."""
 
 
 class DecodeCache:
@@ -176,3 +179,14 @@ def _mark_static(tensor: Tensor) -> None:
     """Tell graphs that the tensor stays where it is, as Transformers does of its own."""
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
+
+
+def cache_name(module: nn.Module) -> str:
+    """Return by which name a module of Transformers, which may be compiled, takes a cache."""
+    takes = signature(type(getattr(module, "_orig_mod", module)).forward).parameters
+    return NAME if NAME in takes else NAME_BEFORE
+
+
+def cache_of(output: Any) -> Any:
+    """Return the cache that a model's output has, or None."""
+    return getattr(output, NAME, None) or getattr(output, NAME_BEFORE, None)

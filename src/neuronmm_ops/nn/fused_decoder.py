@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.nn.bare import is_bare
-from neuronmm_ops.nn.decode_cache import decode_cache
+from neuronmm_ops.nn.decode_cache import cache_name, decode_cache
 from neuronmm_ops.nn.laid_linear import is_laid, lay_, unlay_
 from neuronmm_ops.nn.stored_linear import StoredLinear
 from neuronmm_ops.nn.svd_linear import SVDLinear
@@ -109,7 +109,7 @@ def fuse_decoder_(model: M, layers: int = 1) -> M:
     for names in groups:
         group = tuple([named[name] for name in names])
         for layer in group:
-            layer.forward = partial(_forward, layer, group)
+            layer.forward = partial(_forward, layer, group, cache_name(layer))
             for linear in _dense(layer):
                 lay_(linear)
     return model
@@ -133,20 +133,18 @@ def is_fused(layer: nn.Module) -> bool:
 def _forward(
     layer: Any,
     group: Sequence[Any],
+    name: str,
     hidden_states: Tensor,
     attention_mask: Any = None,
-    position_ids: Tensor | None = None,
-    past_key_values: Any = None,
-    use_cache: bool | None = False,
-    position_embeddings: Any = None,
     **options: Any,
 ) -> Tensor:
     """A fused decoder layer's forward, with the arguments of its class; the group's last decodes.
 
-    The caches of a group are alike until then, so that its layers go the same way.
+    The caches of a group, given by that name, are alike until then, so that its layers go the same
+    way.
     """
-    number = layer.self_attn.layer_idx
-    held = None if past_key_values is None else decode_cache(past_key_values, number)
+    number, cache = layer.self_attn.layer_idx, options.get(name)
+    held = None if cache is None else decode_cache(cache, number)
     needs_modules = torch.is_grad_enabled() or any(each.training for each in group)
     if len(group) > 1:
         asked = layer.self_attn.config.output_hidden_states
@@ -155,19 +153,10 @@ def _forward(
     if held is not None and not needs_modules and new <= MAX_NEW and held.takes(new):
         if layer is not group[-1]:
             return hidden_states
-        return _decoded(group, hidden_states, position_embeddings, past_key_values)
+        return _decoded(group, hidden_states, options["position_embeddings"], cache)
     if held is not None:
         held.restore()
-    output = type(layer).forward(
-        layer,
-        hidden_states,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        past_key_values=past_key_values,
-        use_cache=use_cache,
-        position_embeddings=position_embeddings,
-        **options,
-    )
+    output = type(layer).forward(layer, hidden_states, attention_mask=attention_mask, **options)
     if held is not None:
         with torch.no_grad():
             held.take(attention_mask)
