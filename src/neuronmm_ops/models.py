@@ -155,6 +155,8 @@ def _check_layers(config: dict[str, Any], path: Path) -> None:
     kind = config.get("model_type")
     found = [f"{key} {value!r}" for key, value in experts.items()]
     found += [f"model_type {kind!r}"] if kind in _UNGATED else []
+    crossing = config.get("cross_attention_layers")
+    found += [f"cross_attention_layers {crossing!r}"] if crossing else []
     layer_types = config.get("layer_types")
     others = {*map(str, layer_types if isinstance(layer_types, list) else ())} - _ATTENTIONS
     found += [f"layer_types {other!r}" for other in sorted(others)]

@@ -41,6 +41,26 @@ LLAMA4_VISION = {
     "projector_input_dim": 64,
     "projector_output_dim": 64,
 }
+MLLAMA = {
+    **SIZES,
+    "num_hidden_layers": 4,
+    "cross_attention_layers": [1, 3],
+    "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+MLLAMA_VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_global_layers": 1,
+    "attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+    "max_num_tiles": 1,
+    "vision_output_dim": 128,
+    "intermediate_layers_indices": [0],
+    "supported_aspect_ratios": [[1, 1]],
+}
 SOUND = {
     "model_type": "voxtral_encoder",
     "hidden_size": 64,
@@ -50,6 +70,9 @@ SOUND = {
 }
 
 MULTIMODAL: dict[str, Callable[[], PreTrainedModel]] = {
+    "mllama": lambda: t.MllamaForConditionalGeneration(
+        t.MllamaConfig(text_config=MLLAMA, vision_config=MLLAMA_VISION)
+    ),
     "gemma3": lambda: t.Gemma3ForConditionalGeneration(
         t.Gemma3Config(text_config=SIZES, vision_config=VISION, mm_tokens_per_image=4)
     ),

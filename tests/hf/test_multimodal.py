@@ -53,7 +53,19 @@ def test_text_compresses_the_decoder_alone(kind, tmp_path):
     assert (tmp_path / "out" / "preprocessor_config.json").read_text() == '{"size": 28}'
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl", "mistral3", "llava"])
+def test_layers_that_attend_to_images_stay_dense(tmp_path):
+    source = directory_of(tmp_path / "dense", "mllama")
+    small.compress(source, tmp_path / "out", SVDConfig(ratio=0.3, block=8, targets="all-linear"))
+    loaded = hf.load(tmp_path / "out")
+    low_rank = {name for name, m in loaded.named_modules() if isinstance(m, SVDLinear)}
+    layers = {name.partition("layers.")[2].partition(".")[0] for name in low_rank}
+    assert layers == {"0", "2"}  # the others, 1 and 3, have cross-attention and an MLP
+    assert depths(hf.load(source)) == [4]
+    with pytest.raises(ValueError, match=r"got cross_attention_layers \[1, 3\]"):
+        shape_from_config(source)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mllama", "qwen3_vl", "mistral3", "llava"])
 def test_streaming_is_the_same(kind, tmp_path):
     source = directory_of(tmp_path / "dense", kind)
     small.compress(source, tmp_path / "out")

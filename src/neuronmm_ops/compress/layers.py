@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from neuronmm_ops.compress.batches import Batch, call_model
-from neuronmm_ops.compress.targets import text_decoder
+from neuronmm_ops.compress.targets import text_decoder, text_modules
 
 
 class LayerStack:
@@ -47,6 +47,8 @@ class LayerStack:
         self.name = max(sizes, key=lambda name: sizes[name])
         self.model = model
         self._layers = lists[self.name]
+        read = text_modules(model)
+        self._unread = {index for index, layer in enumerate(self._layers) if layer not in read}
         self._returns_tuple: bool | None = None
 
     def __len__(self) -> int:
@@ -79,7 +81,12 @@ class LayerStack:
     def run(
         self, index: int, batch: Batch, hidden: Tensor, layer: nn.Module | None = None
     ) -> Tensor:
-        """Return what layer `index`, or `layer` in its place, makes of `hidden` `[B, T, H]`."""
+        """Return what layer `index`, or `layer` in its place, makes of `hidden` `[B, T, H]`.
+
+        Text passes by a layer that attends to images alone.
+        """
+        if index in self._unread and (isinstance(batch, Tensor) or "inputs_embeds" in batch):
+            return hidden
         module = self._layers[index] if layer is None else layer
         output = self._stopped_at(
             index, batch, lambda _, *args, **kwargs: module(hidden, *args, **kwargs)

@@ -38,6 +38,7 @@ _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _OF_NO_PRESET = re.compile(r"norm|router", re.IGNORECASE)  # have MLPs of their own
 # These are of attention also where no parent is named so, as in Nemotron-H.
 _IN_ATTENTION_ALONE = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
+_CROSS_ATTENTION = frozenset({"cross_attn", "cross_attention", "crossattention", "encoder_attn"})
 
 
 class Selection(NamedTuple):
@@ -172,9 +173,22 @@ def text_decoder(model: nn.Module) -> nn.Module:
 
 
 def text_modules(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that text may pass: those of the text decoder, and the output head's."""
+    """Return the modules that text may pass: those of the text decoder, and the output head's.
+
+    What attends to images, or to an encoder that the model has not, it does not pass: a block's
+    cross-attention, or the whole block where that is all its attention, as in Mllama.
+    """
     parts = (text_decoder(model), output_head(model))
-    return {module for part in parts if part is not None for module in part.modules()}
+    read = {module for part in parts if part is not None for module in part.modules()}
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return read
+    for module in list(read):
+        children = dict(module.named_children())
+        crossing = [children.pop(name) for name in children.keys() & _CROSS_ATTENTION]
+        attends = any(_ATTENTION.search(n) and not _OF_NO_PRESET.search(n) for n in children)
+        for part in crossing if attends else [module] * len(crossing):
+            read -= set(part.modules())
+    return read
 
 
 def output_head(model: nn.Module) -> nn.Module | None:

@@ -57,5 +57,8 @@ def keep_(model: PreTrainedModel, kept: Sequence[int]) -> None:
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
     base: Any = text_decoder(model).base_model
-    layers, count = getattr(base, "layers", None), model.config.get_text_config().num_hidden_layers
-    return layers if isinstance(layers, nn.ModuleList) and len(layers) == count else None
+    layers, config = getattr(base, "layers", None), model.config.get_text_config()
+    is_numbered = hasattr(config, "cross_attention_layers")  # by the numbers that they would lose
+    if is_numbered or not isinstance(layers, nn.ModuleList):
+        return None
+    return layers if len(layers) == config.num_hidden_layers else None
