@@ -5,7 +5,7 @@ import torch
 from tiny import tiny_directory, tiny_model
 from torch import nn
 
-from neuronmm_ops import SVDLinear, hf
+from neuronmm_ops import CheckpointError, SVDLinear, hf
 from neuronmm_ops.hf.computing import check_device, computing_in
 
 
@@ -75,3 +75,12 @@ def test_more_devices_than_there_are(monkeypatch):
     assert check_device("cuda:0").index == 0
     with pytest.raises(ValueError, match="device cuda:1 is not available: there are 1"):
         check_device("cuda:1")
+
+
+def test_many_processes_take_the_cpu_where_a_cuda_build_has_no_gpu(monkeypatch, tmp_path):
+    def current(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
+    with pytest.raises(CheckpointError, match="initialize torch.distributed"):  # the next step
+        hf.load_computing(tiny_directory(tmp_path), tp=2)

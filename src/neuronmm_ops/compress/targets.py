@@ -175,19 +175,22 @@ def text_decoder(model: nn.Module) -> nn.Module:
 def text_modules(model: nn.Module) -> set[nn.Module]:
     """Return the modules that text may pass: those of the text decoder, and the output head's.
 
-    What attends to images, or to an encoder that the model has not, it does not pass: a block's
-    cross-attention, or the whole block where that is all its attention, as in Mllama.
+    It does not pass models of other inputs among them, as in Phi-4-multimodal's embedding; nor what
+    attends to images, or to an encoder that the model has not: a block's cross-attention, or the
+    whole block where that is all its attention, as in Mllama.
     """
     parts = (text_decoder(model), output_head(model))
     read = {module for part in parts if part is not None for module in part.modules()}
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return read
+    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     for module in list(read):
+        if "text" not in getattr(module, "input_modalities", "text"):
+            read -= set(module.modules())
         children = dict(module.named_children())
         crossing = [children.pop(name) for name in children.keys() & _CROSS_ATTENTION]
         attends = any(_ATTENTION.search(n) and not _OF_NO_PRESET.search(n) for n in children)
-        for part in crossing if attends else [module] * len(crossing):
-            read -= set(part.modules())
+        if not has_encoder:
+            for part in crossing if attends else [module] * len(crossing):
+                read -= set(part.modules())
     return read
 
 

@@ -98,7 +98,7 @@ def check_device(device: torch.device | str) -> torch.device:
 
 def _check_place(device: torch.device) -> None:
     """Refuse a device other than that on which Transformers divides a model."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = "cpu" if accelerator is None else accelerator.type
     if device.type != kind:
         raise ValueError(

@@ -58,7 +58,10 @@ def _product(
             even, odd = tl.split(given.reshape(BLOCK_M, _STEP // 2, 2))
             of_group = tl.dot(even, _of_half_bytes(byte & 15, DTYPE))
             of_group = tl.dot(odd, _of_half_bytes(byte >> 4, DTYPE), of_group)
-            own = tl.load(scale + start // _STEP * N + n, (n < N) & (start < K), 0)
+            inside = n < tl.where(
+                start < K, N, 0
+            )  # a scalar in & makes an integer of Triton 3.9's mask
+            own = tl.load(scale + start // _STEP * N + n, inside, 0)
             sums += of_group * own[None, :]
         else:
             k = start + tl.arange(0, _STEP)
