@@ -16,7 +16,7 @@ from neuronmm_ops import CheckpointError, CompressionWarning
 
 def test_doctor(run):
     document = run("doctor", "--json").document()
-    assert document["versions"]["torch"] == torch.__version__
+    assert document["versions"]["torch"] == importlib.metadata.version("torch")
     backends = {backend["name"]: backend for backend in document["backends"]}
     assert backends["cpu"]["usable"]
     assert "multiplies float32" in backends["cpu"]["reason"]

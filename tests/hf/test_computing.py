@@ -82,5 +82,5 @@ def test_many_processes_take_the_cpu_where_a_cuda_build_has_no_gpu(monkeypatch, 
         return None if check_available else torch.device("cuda")
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
-    with pytest.raises(CheckpointError, match="initialize torch.distributed"):  # the next step
+    with pytest.raises(CheckpointError, match="initialize torch"):  # the next step
         hf.load_computing(tiny_directory(tmp_path), tp=2)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_it_holds_what_the_run_was_given(places):
     assert (run["dtype"], run["compute_dtype"], run["device"]) == ("auto", "float32", "cpu")
     assert run["max_shard_size"] == "50GB"
     assert run["threads"] == torch.get_num_threads()
-    assert run["versions"]["torch"] == torch.__version__
+    assert run["versions"]["torch"] == version("torch")
     mode = (places / "small" / "config.json").stat().st_mode
     assert (places / "small" / RUN_FILE).stat().st_mode == mode
 
