@@ -47,7 +47,7 @@ from neuroncore.nl.elementary import (  # isort: skip
 
 sbuf = MemoryRegion.sbuf
 psum = MemoryRegion.psum
-hbm = private_hbm = MemoryRegion.private_hbm
+hbm, private_hbm = MemoryRegion.hbm, MemoryRegion.private_hbm
 shared_hbm = MemoryRegion.shared_hbm
 
 
@@ -124,7 +124,8 @@ def ndarray(
         refuse(
             f"nl.ndarray: buffer must be nl.sbuf, nl.psum, nl.hbm or nl.shared_hbm; got {buffer!r}"
         )
-    return running.active("nl.ndarray").allocate(shape, dtype, buffer, name, address)
+    memory = private_hbm if buffer is hbm else buffer
+    return running.active("nl.ndarray").allocate(shape, dtype, memory, name, address)
 
 
 def full(

@@ -28,14 +28,25 @@ Interval = tuple[int, int]
 
 
 class MemoryRegion(Enum):
-    """The memories of `nl.ndarray`; `hbm` is an alias of `private_hbm`."""
+    """The memories of `nl.ndarray`, which makes a tensor of `hbm` in `private_hbm`."""
 
     sbuf = "sbuf"
     psum = "psum"
     private_hbm = "private_hbm"
     shared_hbm = "shared_hbm"
+    hbm = "hbm"
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash costs a Python call
+
+    def __eq__(self, other: object) -> bool:
+        """`hbm` equals all that is HBM.
+
+        An argument is in `nl.hbm` by AWS's simulator guide and its kernels for MX, and in
+        `nl.shared_hbm` by nki-library's.
+        """
+        if self is other or not isinstance(other, MemoryRegion):
+            return self is other
+        return "hbm" in (self.label, other.label) and not (self.on_chip or other.on_chip)
 
     def __init__(self, label: str) -> None:
         self.label = label  # `value`, which costs a Python call
