@@ -124,9 +124,10 @@ floors:  ## every command with the lowest versions that pyproject.toml allows, i
 	$(PYTHON) tests/versions/environment.py lowest .venv-lowest
 	PYTHONDONTWRITEBYTECODE= .venv-lowest/bin/pytest tests/cli/test_cli_every_command.py
 
-ceilings:  ## every command with the newest versions on the index, in .venv-highest
+ceilings:  ## every command, op and division with the newest versions on the index, in .venv-highest
 	$(PYTHON) tests/versions/environment.py highest .venv-highest
-	PYTHONDONTWRITEBYTECODE= .venv-highest/bin/pytest tests/cli/test_cli_every_command.py
+	PYTHONDONTWRITEBYTECODE= .venv-highest/bin/pytest -n 2 tests/cli/test_cli_every_command.py \
+		tests/ops tests/nn tests/csrc tests/hf/test_fused_decoder.py tests/hf/test_tensor_parallel.py
 
 faults: env  ## 1,000 faults, each in a process of its own: a table of what is clean, half an hour
 	$(BIN)/python tests/faults

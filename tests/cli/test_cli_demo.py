@@ -41,7 +41,12 @@ def test_dense_stands_beside_low_rank_and_its_rivals(run, tmp_path, monkeypatch,
 
     parser().parse_args(["demo"]).show(document)
     table = capsys.readouterr().out
-    for words in ("low rank int8", "measured here", "modelled on one trn2 core, never run"):
+    for words in (
+        "low rank int8",
+        "measured here",
+        "half of the rounds",
+        "modelled on one trn2 core, never run",
+    ):
         assert words in table
 
 

@@ -9,8 +9,8 @@ from neuronmm_ops.ops.backends.cpu import multiplies_fast
 
 CPU_FIELDS = (
     *("op", "pass", "M", "K", "N", "r", "dtype", "compute_dtype", "threads", "dense_ms"),
-    *("two_gemm_ms", "op_ms", "speedup", "ideal_speedup", "storage", "stored_ms", "stored_speedup"),
-    *("gbps", "gflops"),
+    *("two_gemm_ms", "op_ms", "speedup", "speedup_quartiles", "ideal_speedup", "storage"),
+    *("stored_ms", "stored_speedup", "gbps", "gflops"),
 )
 TINY = ModelShape("Tiny", 32, 64, 2, 2, 1, 16, 600, tied=True)
 
@@ -34,6 +34,8 @@ def test_paired_timing_alternates_and_rotates():
 def test_paired_speedup_is_the_median_of_the_rounds_ratios():
     times = timing.PairedTimes({"base": (2.0, 40.0, 6.0), "op": (1.0, 10.0, 2.0)})
     assert times.speedup("op", "base") == 3.0
+    low, middle, high = times.speedup_quartiles("op", "base")
+    assert low <= middle == 3.0 <= high
     assert times.median_ms("base") == 6.0
 
 

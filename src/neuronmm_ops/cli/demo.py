@@ -90,7 +90,9 @@ def _show(document: dict[str, Any]) -> None:
 
 
 def _times(times: dict[str, Any]) -> str:
-    """Times of a matrix, and their ratio, with its range where it is modelled."""
-    speedup = times["speedup"]
-    shown = f"{speedup:.2f}x" if isinstance(speedup, float) else as_range(speedup)
-    return f"dense {times['dense_ms']:.3g} ms, low rank {times['op_ms']:.3g} ms: {shown}"
+    """Times of a matrix, and their ratio: with its range where modelled, else of paired rounds."""
+    shown = f"dense {times['dense_ms']:.3g} ms, low rank {times['op_ms']:.3g} ms"
+    if "speedup_quartiles" not in times:
+        return f"{shown}: {as_range(times['speedup'])}"
+    low, middle, high = times["speedup_quartiles"]
+    return f"{shown}; round by round {middle:.2f}x, half of the rounds {low:.2f} to {high:.2f}x"

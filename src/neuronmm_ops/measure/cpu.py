@@ -66,10 +66,11 @@ def run(
         A row for each combination: `op`, `pass` (`forward` or `forward+backward`), `M`, `K`, `N`,
         `r`, `dtype` (of the tensors), `compute_dtype` (in which the op multiplies on this CPU),
         `threads`, `dense_ms`, `two_gemm_ms`, `op_ms` (medians), `speedup` (dense to op, median of
-        paired rounds), `ideal_speedup` (dense parameters to low-rank ones: the ratio of bytes, and
-        of operations), `storage`, `stored_ms` and `stored_speedup` (op to the op on factors in one
-        byte, paired; None where there are none), `gbps` (bytes of the factors over the op's time)
-        and `gflops` (of the products of x, factors and gradients, recomputed ones not counted).
+        paired rounds), `speedup_quartiles` (of them, three numbers), `ideal_speedup` (dense
+        parameters to low-rank ones: the ratio of bytes, and of operations), `storage`, `stored_ms`
+        and `stored_speedup` (op to the op on factors in one byte, paired; None where there are
+        none), `gbps` (bytes of the factors over the op's time) and `gflops` (of the products of x,
+        factors and gradients, recomputed ones not counted).
 
     Raises:
         ValueError: an op, the shape or the storage is unknown, no low-rank pair is smaller at a
@@ -142,6 +143,7 @@ def measure(case: Comparison) -> dict[str, Any]:
         "two_gemm_ms": times.median_ms("two_gemm"),
         "op_ms": op_ms,
         "speedup": times.speedup("op", "dense"),
+        "speedup_quartiles": times.speedup_quartiles("op", "dense"),
         "ideal_speedup": dense / low_rank,
         "storage": case.storage,
         "stored_ms": times.median_ms("stored") if is_stored else None,

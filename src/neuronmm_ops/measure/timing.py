@@ -34,8 +34,16 @@ class PairedTimes:
 
     def speedup(self, name: str, baseline: str) -> float:
         """Return the median over rounds of `baseline`'s time divided by `name`'s."""
+        return statistics.median(self._speedups(name, baseline))
+
+    def speedup_quartiles(self, name: str, baseline: str) -> tuple[float, ...]:
+        """Return the quartiles over rounds of `baseline`'s time divided by `name`'s."""
+        found = self._speedups(name, baseline)
+        return tuple(statistics.quantiles(found * 2, n=4, method="inclusive"))  # one has none
+
+    def _speedups(self, name: str, baseline: str) -> list[float]:
         pairs = zip(self.rounds_ms[baseline], self.rounds_ms[name], strict=True)
-        return statistics.median(base / candidate for base, candidate in pairs)
+        return [base / candidate for base, candidate in pairs]
 
 
 def copies_for(weight_bytes: int, cold_bytes: int = COLD_BYTES) -> int:
