@@ -217,6 +217,17 @@ def begun(a, b):
 
 def bare(x):
     return baremetal(artifacts_dir="debug")(plain)(x)
+
+
+@nki.jit
+def shifted(x):
+    fp32 = np.float32
+    out = nl.ndarray(x.shape, dtype=fp32, buffer=nl.shared_hbm)
+    half = np.dtype(fp32).type(0.5)
+    zeros = nisa.memset(x.shape, value=np.dtype(np.uint16).type(0), dtype=fp32)
+    tile = nl.add(nl.multiply(nl.load(x), half), zeros)
+    nl.store(out, nl.add(tile, np.dtype(np.int32).type(2)))
+    return out
 '''
 """A module of them."""
 

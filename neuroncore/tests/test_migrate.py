@@ -126,6 +126,7 @@ def test_other_calls():
     _agree("attended", q.T @ k @ v, q, k, v)
     _agree("begun", np.stack([q.T @ k + 1, 2 * q.T @ k]), q, k)
     _agree("bare", np.minimum((x + 1) * 2, 3), x)
+    _agree("shifted", x / 2 + 2, x)
 
 
 def test_what_is_not_rewritten_stays_as_it_is():

@@ -29,6 +29,11 @@ def dtype_of(given: Any) -> Any:
     return given if given is None or isinstance(given, DType) else from_numpy(given)
 
 
+def plain(value: Any) -> Any:
+    """A scalar of NumPy's as Python's: the dialect took both."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def op_of(op: Any) -> Any:
     """An operator of `nl`, also of NumPy's function of that name."""
     if not callable(op):
@@ -58,7 +63,7 @@ def ndarray(
     made = [tile(shape[len(blocks) :], dtype, memory) for _ in range(prod(blocks))]
     if value is not None:
         for each in made:
-            isa.memset(each.view(), value)
+            isa.memset(each.view(), plain(value))
     return TileBlocks(blocks, made) if blocks else made[0]
 
 
@@ -115,6 +120,7 @@ def _common(x: Any, y: Any) -> Any:
 def binary(op: Any, x: Any, y: Any, dtype: Any = None, mask: Mask | None = None) -> Tile:
     """x op y of tiles that broadcast, or of a tile and a number."""
     op, box = op_of(op), mask.box() if mask else {}
+    x, y = plain(x), plain(y)
     dtype = dtype_of(dtype) or _common(x, y)
     if op is language.divide:
         op = language.multiply
@@ -272,7 +278,7 @@ def call(name: str, /, *args: Any, **kwargs: Any) -> Any:
     dtype, mask = dtype_of(kwargs.pop("dtype", None)), kwargs.pop("mask", None)
     names = [n for n in inspect.signature(function).parameters if n != "dst"]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    given = {n: op_of(v) if callable(v) else v for n, v in given.items()}
+    given = {n: op_of(v) if callable(v) else plain(v) for n, v in given.items()}
     if name == "tensor_reduce":
         data, op, axis = given.pop("data"), given.pop("op"), given.pop("axis")
         flags = {n: given[n] for n in ("negate", "keepdims") if n in given}

@@ -46,6 +46,8 @@ class Scope(Expressions):
                 shape = self.value(node.args[0]).text
                 text = f"{view(of)}.reshape({shape})"
                 return replace(of, text=text, base=None, shape=_tuple(shape))
+            if node.func.attr == "type" and len(node.args) == 1:
+                return self._number(node.func.value, node.args[0])
             return None
         if dotted == "numpy.dtype" and len(node.args) == 1:
             return Value(self.dtype(node.args[0]))
@@ -54,6 +56,12 @@ class Scope(Expressions):
         if not dotted.startswith(f"{NL}."):
             return None
         return self._nl(dotted.rpartition(".")[2], node, name)
+
+    def _number(self, of: ast.expr, given: ast.expr) -> Value | None:
+        """`np.dtype(...).type(number)`: instructions take Python's numbers."""
+        if not isinstance(of, ast.Call) or self.names.of(of.func) != "numpy.dtype":
+            return None
+        return Value(ast.unparse(given)) if isinstance(given, ast.Constant) else None
 
     def _launch(self, node: ast.Call, dotted: str) -> Value | None:
         """Calls of the host: wrappers of kernels, and launches of a grid."""
@@ -310,7 +318,7 @@ class Scope(Expressions):
             given = self._given(node, "shape", "value", "dtype")
             if to is not None:
                 return self.issue("memset", to, {}, value=self.value(given["value"]))
-            given["fill_value"] = given.pop("value")
+            given["fill_value"] = ast.Name(self.value(given.pop("value")).text)
             keywords = [ast.keyword(key, value) for key, value in given.items()]
             call = ast.Call(ast.Name(f"{nl}.full"), [], keywords)
             return self._allocate("full", call, name)

@@ -7,7 +7,9 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from neuroncore import language
 from neuroncore.checks.lint_source import FunctionNode
+from neuroncore.dtypes import DType
 from neuroncore.legacy.names import OPERATORS
 from neuroncore.migrate.names import NKI
 from neuroncore.migrate.rewrite import Scope
@@ -83,6 +85,9 @@ def join(scope: Scope, ends: list[dict[str, Value]]) -> None:
 def new_lines(node: ast.stmt, scope: Scope) -> list[str] | None:
     """The statements in a statement's place; None where it stays as it is."""
     match node:
+        case ast.Assign([ast.Name(name)], ast.Attribute() as value) if _is_dtype(value, scope):
+            forget(scope, name)
+            return _plain(node, f"{name} = {scope.dtype(value)}", scope)
         case ast.Assign([ast.Name(name)], value):
             return _bound(node, name, value, scope)
         case ast.AnnAssign(ast.Name(name), _, ast.expr() as value):
@@ -117,6 +122,12 @@ def new_lines(node: ast.stmt, scope: Scope) -> list[str] | None:
             return _plain(node, f"return {view(scope.value(value))}", scope)
         case _:
             return _plain(node, scope.rewritten(node), scope)
+
+
+def _is_dtype(node: ast.expr, scope: Scope) -> bool:
+    """Whether it is one of NumPy's dtypes, which kernels named theirs by."""
+    package, _, name = scope.names.of(node).rpartition(".")
+    return package == "numpy" and isinstance(getattr(language, name, None), DType)
 
 
 def _operator(op: ast.operator) -> str:
