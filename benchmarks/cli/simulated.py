@@ -35,6 +35,11 @@ def add(commands: Any) -> None:
     command = add_command(commands, "aws", _aws, show_rows, description)
     command.add_argument("clone", type=Path, metavar="CLONE", help="of aws-neuron/nki-library")
 
+    description = "kernels that others timed on trn2: in which order the simulated core puts them"
+    command = add_command(commands, "nkibench", _nkibench, _show_nkibench, description)
+    command.add_argument("variants", type=Path, metavar="KDA", help="Jerry2423/kda-for-trainium")
+    command.add_argument("nkibench", type=Path, metavar="ACCELOPT", help="zhang677/AccelOpt")
+
     description = "files of nki-samples in the Beta dialect: migrated, values before and after"
     command = add_command(commands, "migrate", _migrate, _show_migrate, description)
     command.add_argument("sources", type=Path, metavar="SOURCES", help="a clone of nki-samples")
@@ -58,6 +63,23 @@ def add(commands: Any) -> None:
     )
     command.add_argument(
         "--plot", type=Path, metavar="OUT.png", help="draw the paper's Figure 1 (matplotlib)"
+    )
+
+
+def _nkibench(options: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import nkibench
+
+    with progress_bars() as progress:
+        operators, kernels = nkibench.run(options.variants, options.nkibench, progress)
+    return {"operators": operators, "kernels": kernels}
+
+
+def _show_nkibench(document: dict[str, Any]) -> None:
+    rows = document["operators"]
+    show_rows(rows)
+    pairs, in_order = (sum(row[key] for row in rows) for key in ("pairs", "in_order"))
+    stdout.print(
+        f"{in_order} of {pairs} pairs in the measured order; all times but theirs modelled"
     )
 
 

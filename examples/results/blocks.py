@@ -6,7 +6,7 @@ from pathlib import Path
 
 from command_line import argument_lists
 from in_sources import in_sources
-from modelled import aws, held_out, paper_run, published, served, whole
+from modelled import aws, held_out, nkibench, paper_run, published, served, whole
 from readme import block
 from refusals import lint_rules, run_rules
 from sources import ROOT
@@ -29,7 +29,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "neuroncore/README.md": {"held-out": held_out},
     "neuroncore/docs/index.md": {"held-out": held_out},
     "neuroncore/docs/rules.md": {"lint": lint_rules, "run": run_rules},
-    "neuroncore/docs/modelled.md": {"published": published},
+    "neuroncore/docs/modelled.md": {"published": published, "nkibench": nkibench},
 }
 """What fills each block of each page, by the names in its marks."""
 _BLOCK = re.compile(

@@ -238,6 +238,23 @@ def aws() -> str:
     )
 
 
+def nkibench() -> str:
+    """Kernels that others timed on a device: their order, what they move, the quotient of times."""
+    rows = (document("nkibench") or {"operators": []})["operators"]
+    return table(
+        ["operator", "kernels", "pairs in order", "bytes", "modelled over measured", "not run"],
+        [
+            [
+                *(row["op"], row["kernels"], f"{row['in_order']} of {row['pairs']}"),
+                "" if row["moved"] is None else f"{row['moved']:.2f}x",
+                f"{row['quotient']:.2f} ({row['quotient_low']:.2f}-{row['quotient_high']:.2f})",
+                row["not_run"],
+            ]
+            for row in rows
+        ],
+    )
+
+
 def served() -> str:
     """Published times of whole models beside ours, and the launch that would explain the rest."""
     rows = [row for row in document("published") or [] if row["measure"] == "bound"]

@@ -56,6 +56,7 @@ RIVAL = (
     f"--new-tokens {NEW} --ratio 0.2 --storage fp8 --targets all-linear --storage-lm-head fp8"
 )
 """What low rank must beat: dense weights in one byte, the output head's too."""
+NKIBENCH = "python benchmarks nkibench out/sources/kda-for-trainium out/sources/AccelOpt"
 ENGINES = "python tests/engines/sources out/sources"
 """What runs in the sources of others' engines; `checkouts.py` beside it says how to get them."""
 DIVIDED_MODELS = ("Llama-3.1-70B", "Qwen3-32B", "Llama-3.1-8B")
@@ -124,6 +125,7 @@ def datasets() -> dict[str, Dataset]:
         Dataset("rival", (RIVAL,), 1),
         Dataset("engines", (ENGINES,), 15),
         Dataset("aws", ("python benchmarks aws out/sources/nki-library",), 2),
+        Dataset("nkibench", (NKIBENCH,), 5),
         Dataset("tensor_parallel", tuple(_divided()), 3),
     ]
     found += [Dataset(f"model_{name}", tuple(_models(name)), 1) for name in SHAPES]
