@@ -30,6 +30,11 @@ from neuronmm_ops.compress.calibrate import Progress
 TARGET = "trn2"
 APART = 0.05
 """By how much two measured times differ at least that are compared."""
+_STOPS = (
+    *(ArithmeticError, AttributeError, LookupError, NameError, TypeError, ValueError),
+    neuroncore.NkiValidationError,
+)
+"""What a kernel that does not run may raise."""
 _MB = re.compile(r"HBMrd=([\d.]+)MB HBMwr=([\d.]+)MB")
 
 
@@ -125,7 +130,7 @@ def modelled(case: Measured) -> dict[str, Any]:
                 uninitialised="warn",
                 capacity="warn",
             ).profile
-        except (ArithmeticError, AttributeError, NameError, TypeError, ValueError) as error:
+        except _STOPS as error:
             return {"modelled_ms": None, "modelled_mb": None, "why": str(error)[:200]}
     return {"modelled_ms": profile.time_ms, "modelled_mb": profile.dma_bytes / 1e6, "why": None}
 

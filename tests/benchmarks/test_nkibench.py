@@ -43,6 +43,7 @@ double,runs/narrow.py,true,N/A,a screen of values
 double,runs/wrong.py,false,0.001,not compared
 double,runs/gone.py,true,0.001,no such file
 double,runs/broken.py,true,0.030,stops
+double,runs/illegal.py,true,0.030,256 partitions
 """
 
 
@@ -60,6 +61,7 @@ def clones(tmp_path: Path) -> tuple[Path, Path]:
     )
     for name, step in (("wide", "512"), ("narrow", "64"), ("wrong", "256"), ("broken", "None")):
         (runs / f"{name}.py").write_text(KERNEL.replace("STEP", step))
+    (runs / "illegal.py").write_text(KERNEL.replace("0:128", "0:256").replace("STEP", "512"))
     (runs.parent / "benchmark.csv").write_text(TIMES)
     own = {"op": "double", "kernel": "double.py", "baseline_latency_ms": 0.015}
     (variants / "baselines.json").write_text(json.dumps({"double[case=0]": own}))
@@ -70,13 +72,14 @@ def test_variants_are_put_in_order(clones):
     # in a process of its own, for `neuroncore.install` is for good
     document = json.loads(run(sys.executable, BENCHMARKS, "nkibench", *clones, "--json"))
     kernels = {row["kernel"]: row for row in document["kernels"]}
-    assert set(kernels) == {"double.py", "wide.py", "narrow.py", "broken.py"}
+    stopped = {name for name, row in kernels.items() if row["modelled_ms"] is None}
+    assert stopped == {"broken.py", "illegal.py"}
+    assert set(kernels) - stopped == {"double.py", "wide.py", "narrow.py"}
     assert kernels["wide.py"]["measured_ms"] == 0.009
     assert kernels["wide.py"]["modelled_mb"] == pytest.approx(2 * 256 * 512 * 4 / 1e6)
-    assert kernels["broken.py"]["modelled_ms"] is None
-    assert kernels["broken.py"]["why"]
+    assert all(kernels[name]["why"] for name in stopped)
     (row,) = document["operators"]
-    assert (row["kernels"], row["not_run"], row["pairs"], row["in_order"]) == (3, 1, 3, 3)
+    assert (row["kernels"], row["not_run"], row["pairs"], row["in_order"]) == (3, 2, 3, 3)
     assert row["moved"] == pytest.approx(1.048576)
     assert row["quotient_low"] <= row["quotient"] <= row["quotient_high"]
 
