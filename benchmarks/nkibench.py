@@ -38,7 +38,7 @@ _STOPS = (
 _MB = re.compile(r"HBMrd=([\d.]+)MB HBMwr=([\d.]+)MB")
 
 
-class Measured(NamedTuple):
+class TimedKernel(NamedTuple):
     """A kernel that was measured: its file, and what was seen."""
 
     op: str
@@ -85,7 +85,7 @@ def run(
     return [_summary(op, rows) for op, rows in sorted(by_op.items())], found
 
 
-def measured(variants: Path, nkibench: Path) -> Iterator[Measured]:
+def measured(variants: Path, nkibench: Path) -> Iterator[TimedKernel]:
     """All kernels with a time on the device: NKIBench's own, and the variants that passed."""
     baselines = json.loads((variants / "baselines.json").read_text())
     for op, entry in json.loads((nkibench / "summary.json").read_text()).items():
@@ -95,7 +95,7 @@ def measured(variants: Path, nkibench: Path) -> Iterator[Measured]:
         for found in baselines.values():
             if found["op"] == op:
                 own = nkibench / "kernels" / found["kernel"]
-                yield Measured(op, own, reference, found["baseline_latency_ms"], None)
+                yield TimedKernel(op, own, reference, found["baseline_latency_ms"], None)
         times: dict[str, list[tuple[float, str]]] = defaultdict(list)
         table = variants / "workspaces" / op / "benchmark.csv"
         with table.open(newline="") as lines:
@@ -107,10 +107,10 @@ def measured(variants: Path, nkibench: Path) -> Iterator[Measured]:
             if (kernel := table.parent / name).is_file():
                 notes = next((m for _, note in each if (m := _MB.search(note))), None)
                 mb = None if notes is None else float(notes[1]) + float(notes[2])
-                yield Measured(op, kernel, reference, min(ms for ms, _ in each), mb)
+                yield TimedKernel(op, kernel, reference, min(ms for ms, _ in each), mb)
 
 
-def modelled(case: Measured) -> dict[str, Any]:
+def modelled(case: TimedKernel) -> dict[str, Any]:
     """`modelled_ms` and `modelled_mb` of a kernel, or why it did not run."""
     reference = _module(case.reference)
     inputs = reference.transform_to_nki_inputs(reference.get_inputs())
