@@ -129,6 +129,27 @@ def test_other_calls():
     _agree("shifted", x / 2 + 2, x)
 
 
+def test_every_function_of_the_dialect_takes_numpys_dtypes():
+    text = """
+import numpy as np
+from neuronxcc import nki
+import neuronxcc.nki.language as nl
+
+@nki.jit
+def turned(x):
+    out = nl.ndarray(x.shape[::-1], dtype=np.float32, buffer=nl.shared_hbm)
+    nl.store(out, nl.load_transpose2d(x, dtype=np.float32))
+    return out
+"""
+    (x,) = _drawn(3, (24, 40))
+    with nc.as_nki():
+        finder = Finder(lambda _: None)
+        sys.meta_path.append(finder)
+        turned = _module(text).turned
+        finder.remove()
+    assert np.array_equal(turned(x), x.T)
+
+
 def test_what_is_not_rewritten_stays_as_it_is():
     new, _ = migrate(KERNELS)
     assert "            # a tile\n" in new

@@ -168,6 +168,8 @@ _DIVISIONS = ("divide", "mod", "fmod")
 
 def _composite(function: Any, *args: Any, mask: Any = None, **kwargs: Any) -> Tile:
     args, kwargs = _changed(args, Tile, lambda t: t.view()), dict(kwargs)
+    if "dtype" in kwargs:
+        kwargs["dtype"] = calls.dtype_of(kwargs["dtype"])
     return Tile(function(*args, **_changed([kwargs], Tile, lambda t: t.view())[0]))
 
 
