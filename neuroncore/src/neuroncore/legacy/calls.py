@@ -46,7 +46,7 @@ def tile(shape: Any, dtype: Any, memory: MemoryRegion = SBUF) -> Tile:
     """A fresh tile; of a result with one dimension, that is the partition."""
     shape = tuple(map(int, shape))
     shape = shape if len(shape) > 1 or not memory.on_chip else (*shape, 1)
-    return Tile(running.active("neuronxcc.nki").allocate(shape, dtype, memory))
+    return Tile(language.ndarray(shape, dtype, memory))
 
 
 def ndarray(
