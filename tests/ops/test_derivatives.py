@@ -123,7 +123,7 @@ def test_a_compiled_tangent():
     torch.testing.assert_close(compiled(x), torch.ones_like(x) @ layer.u @ layer.v)
 
 
-@pytest.mark.parametrize(("is_differentiated", "most"), [(False, 6), (True, 30)])
+@pytest.mark.parametrize(("is_differentiated", "most"), [(False, 6), (True, 20)])
 def test_a_call_runs_few_functions_of_python(is_differentiated, most):
     x, u, v = (torch.randn(*s, requires_grad=is_differentiated) for s in ((1, 8), (8, 4), (4, 8)))
     called: list[str] = []

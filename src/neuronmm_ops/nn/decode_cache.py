@@ -5,7 +5,7 @@ hides some of them by a mask. The op has a position a sequence instead. So once 
 read, each sequence is moved to the left by its padding.
 """
 
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from typing import Any
 
@@ -16,7 +16,7 @@ from neuronmm_ops.nn.laid_linear import BY_STRIDES
 from neuronmm_ops.ops.definitions.attention import has_values
 
 _KINDS = ("StaticLayer", "StaticSlidingWindowLayer")
-NAME, NAME_BEFORE = "cache", "past_key_values"
+_NAME, _NAME_BEFORE = "cache", "past_key_values"
 """Of the argument and of an output's field, in Transformers from 5.24 on and before."""
 
 
@@ -183,10 +183,15 @@ def _mark_static(tensor: Tensor) -> None:
 
 def cache_name(module: nn.Module) -> str:
     """Return by which name a module of Transformers, which may be compiled, takes a cache."""
-    takes = signature(type(getattr(module, "_orig_mod", module)).forward).parameters
-    return NAME if NAME in takes else NAME_BEFORE
+    return _name_of(type(getattr(module, "_orig_mod", module)))
+
+
+@cache
+def _name_of(kind: type[nn.Module]) -> str:
+    """Looked up once for a class: callers ask between passes that they time."""
+    return _NAME if _NAME in signature(kind.forward).parameters else _NAME_BEFORE
 
 
 def cache_of(output: Any) -> Any:
     """Return the cache that a model's output has, or None."""
-    return getattr(output, NAME, None) or getattr(output, NAME_BEFORE, None)
+    return getattr(output, _NAME, None) or getattr(output, _NAME_BEFORE, None)

@@ -72,10 +72,12 @@ def derivatives_of(spec: OpSpec) -> Callable[..., Results]:
     """What runs a call of which derivatives may be wanted; it takes all arguments."""
     if spec.backward is not None:
         function, transformed = _functions(spec)
+        # Past what `apply` does for transforms alone, in Python up to torch 2.14.
+        base: Any = super(torch.autograd.Function, function)
 
         def differentiate(*args: Any) -> Results:
             is_transformed = torch._C._are_functorch_transforms_active()
-            return (transformed if is_transformed else function).apply(*args)
+            return (transformed if is_transformed else base).apply(*args)
 
         return differentiate
 

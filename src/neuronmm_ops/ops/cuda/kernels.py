@@ -58,10 +58,8 @@ def _product(
             even, odd = tl.split(given.reshape(BLOCK_M, _STEP // 2, 2))
             of_group = tl.dot(even, _of_half_bytes(byte & 15, DTYPE))
             of_group = tl.dot(odd, _of_half_bytes(byte >> 4, DTYPE), of_group)
-            inside = n < tl.where(
-                start < K, N, 0
-            )  # a scalar in & makes an integer of Triton 3.9's mask
-            own = tl.load(scale + start // _STEP * N + n, inside, 0)
+            # A scalar in & would make an integer of the mask, which Triton 3.9 refuses.
+            own = tl.load(scale + start // _STEP * N + n, n < tl.where(start < K, N, 0), 0)
             sums += of_group * own[None, :]
         else:
             k = start + tl.arange(0, _STEP)
