@@ -76,7 +76,24 @@ def _nkibench(options: argparse.Namespace) -> dict[str, Any]:
 
 def _show_nkibench(document: dict[str, Any]) -> None:
     rows = document["operators"]
-    show_rows(rows)
+
+    def cell(value: float | None) -> str:
+        return "" if value is None else f"{value:.2f}"
+
+    cells = [
+        [
+            row["op"],
+            row["kernels"],
+            cell(row["quotient"]),
+            f"{cell(row['quotient_low'])} {cell(row['quotient_high'])}",
+            f"{row['in_order']} of {row['pairs']}",
+            cell(row["moved"]),
+            row["not_run"],
+        ]
+        for row in rows
+    ]
+    columns = ["op", "ran", "quotient", "least most", "in order", "moved", "not run"]
+    show_table(columns, [[str(cell) for cell in row] for row in cells], left=["op"])
     pairs, in_order = (sum(row[key] for row in rows) for key in ("pairs", "in_order"))
     stdout.print(
         f"{in_order} of {pairs} pairs in the measured order; all times but theirs modelled"
