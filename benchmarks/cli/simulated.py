@@ -83,20 +83,23 @@ def _show_nkibench(document: dict[str, Any]) -> None:
     cells = [
         [
             row["op"],
-            row["kernels"],
+            f"{row['halved']} of {row['kernels']}",
             cell(row["quotient"]),
             f"{cell(row['quotient_low'])} {cell(row['quotient_high'])}",
-            f"{row['in_order']} of {row['pairs']}",
+            f"{row['in_order']} of {row['pairs']}" if row["pairs"] else "",
+            cell(row["open_quotient"]),
             cell(row["moved"]),
-            row["not_run"],
         ]
         for row in rows
     ]
-    columns = ["op", "ran", "quotient", "least most", "in order", "moved", "not run"]
-    show_table(columns, [[str(cell) for cell in row] for row in cells], left=["op"])
-    pairs, in_order = (sum(row[key] for row in rows) for key in ("pairs", "in_order"))
+    columns = ["op", "sure", "quotient", "least most", "in order", "others", "moved"]
+    show_table(columns, cells, left=["op"])
+    keys = ("pairs", "in_order", "not_run")
+    pairs, in_order, stopped = (sum(row[key] for row in rows) for key in keys)
     stdout.print(
-        f"{in_order} of {pairs} pairs in the measured order; all times but theirs modelled"
+        "Sure: kernels that ran for twice their p50; modelled over that time, and the others' if "
+        f"they did, too. {in_order} of {pairs} pairs in the measured order, {stopped} kernels did "
+        "not run."
     )
 
 

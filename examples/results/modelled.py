@@ -15,6 +15,7 @@ from selection import (
 from sources import PAPER_RUN, SHOWN, TARGET, WHOLE, read, whole_command
 from writing import number, ranged, span, table
 
+from benchmarks.nkibench import FITTED, score
 from benchmarks.published import scores
 from neuroncore.hardware import DMA_MODELS
 from neuronmm_ops.estimate.ends import compared, ratios_of
@@ -239,30 +240,39 @@ def aws() -> str:
 
 
 def nkibench() -> str:
-    """Kernels that others timed on a device: their order, what they move, the quotient of times."""
+    """Kernels that others timed on a device: modelled time, order and bytes beside theirs."""
     found = document("nkibench")
     if not found:
         return ""
-    rows = found["operators"]
+    rows, kernels = found["operators"], found["kernels"]
     pairs, in_order = (sum(row[key] for row in rows) for key in ("pairs", "in_order"))
-    both = [(k["modelled_mb"], k["measured_mb"]) for k in found["kernels"]]
-    moved = [by / of for by, of in both if by and of]
+    told = [k for k in kernels if k["why"] is None and k["measured_mb"]]
+    moved = [k["modelled_mb"] / k["measured_mb"] for k in told]
     alike = sum(abs(quotient - 1) < 0.03 for quotient in moved)
+    scored = score(kernels)
+    stopped = sum(row["not_run"] for row in rows)
     shown = table(
-        ["operator", "kernels", "pairs in order", "bytes", "modelled over measured", "not run"],
+        ["operator", "sure", "modelled over measured", "in order", "others, if halved", "bytes"],
         [
             [
-                *(row["op"], row["kernels"], f"{row['in_order']} of {row['pairs']}"),
+                *(row["op"], f"{row['halved']} of {row['kernels']}"),
+                ""
+                if row["quotient"] is None
+                else f"{row['quotient']:.2f} "
+                f"({row['quotient_low']:.2f}-{row['quotient_high']:.2f})",
+                f"{row['in_order']} of {row['pairs']}" if row["pairs"] else "",
+                "" if row["open_quotient"] is None else f"{row['open_quotient']:.2f}",
                 "" if row["moved"] is None else f"{row['moved']:.2f}x",
-                f"{row['quotient']:.2f} ({row['quotient_low']:.2f}-{row['quotient_high']:.2f})",
-                row["not_run"],
             ]
             for row in rows
         ],
     )
+    fitted = " and ".join(f"`{op}`" for op in FITTED)
     return (
-        f"{shown}\n\n**{in_order} of {pairs} pairs are in the measured order**; of {len(moved)} "
-        f"kernels whose bytes are told, {alike} move the same here within 3 %."
+        f"{shown}\n\nOf the {scored['kernels']} sure kernels of operators other than {fitted} the "
+        f"mean error is {scored['mean_error']:.0%} (worst {scored['worst']:+.0%}). **{in_order} of "
+        f"{pairs} pairs of sure kernels are in the measured order**; of {len(moved)} kernels whose "
+        f"bytes are told, {alike} move the same here within 3 %. {stopped} kernels do not run."
     )
 
 

@@ -96,3 +96,20 @@ def test_engines_and_cycles(case):
     assert [(f.engine, f.cycles) for f in done.templates] == [(engine, cycles)]
     found = done.outputs
     assert [(o.shape, o.dtype) for o in found] == [(o.shape, o.dtype) for o in outs]
+
+
+TWO_INPUTS = {
+    "tensor_tensor": lambda d, s: nisa.tensor_tensor(d[0], s[0], s[0], nl.add),
+    "scalar_tensor_tensor": lambda d, s: nisa.scalar_tensor_tensor(
+        d[0], s[0], nl.multiply, 2.0, nl.add, s[0]
+    ),
+    "on GpSimdE": lambda d, s: nisa.tensor_tensor(d[0], s[0], s[0], nl.add, nisa.gpsimd_engine),
+}
+
+
+@pytest.mark.parametrize("name", TWO_INPUTS)
+@pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
+def test_vector_engine_takes_two_fp32_inputs_at_once_from_trn2_on(name, target):
+    done = call(TWO_INPUTS[name], X, outs=[ALL], mode="trace", target=target)
+    once = target != "trn1" and name != "on GpSimdE"
+    assert [f.cycles for f in done.templates] == [SIZE if once else 2 * SIZE]

@@ -36,8 +36,8 @@ def kernel(x, factor):
 """
 TIMES = """\
 op,candidate,passed,latency_ms,notes
-double,runs/wide.py,true,0.010,"a first run; HBMrd=0.5MB HBMwr=0.5MB"
-double,runs/wide.py,true,0.009,again
+double,runs/wide.py,true,0.0025,"a first run; HBMrd=0.5MB HBMwr=0.5MB"
+double,runs/wide.py,true,0.002,again
 double,runs/narrow.py,true,0.020,no counters
 double,runs/narrow.py,true,N/A,a screen of values
 double,runs/wrong.py,false,0.001,not compared
@@ -63,7 +63,7 @@ def clones(tmp_path: Path) -> tuple[Path, Path]:
         (runs / f"{name}.py").write_text(KERNEL.replace("STEP", step))
     (runs / "illegal.py").write_text(KERNEL.replace("0:128", "0:256").replace("STEP", "512"))
     (runs.parent / "benchmark.csv").write_text(TIMES)
-    own = {"op": "double", "kernel": "double.py", "baseline_latency_ms": 0.015}
+    own = {"op": "double", "kernel": "double.py", "baseline_latency_ms": 0.0025}
     (variants / "baselines.json").write_text(json.dumps({"double[case=0]": own}))
     return variants, nkibench
 
@@ -75,18 +75,28 @@ def test_variants_are_put_in_order(clones):
     stopped = {name for name, row in kernels.items() if row["modelled_ms"] is None}
     assert stopped == {"broken.py", "illegal.py"}
     assert set(kernels) - stopped == {"double.py", "wide.py", "narrow.py"}
-    assert kernels["wide.py"]["measured_ms"] == 0.009
+    assert kernels["wide.py"]["p50_ms"] == 0.002
     assert kernels["wide.py"]["modelled_mb"] == pytest.approx(2 * 256 * 512 * 4 / 1e6)
     assert all(kernels[name]["why"] for name in stopped)
     (row,) = document["operators"]
-    assert (row["kernels"], row["not_run"], row["pairs"], row["in_order"]) == (3, 2, 3, 3)
+    assert (row["kernels"], row["halved"], row["not_run"]) == (3, 2, 2)
+    assert (row["pairs"], row["in_order"]) == (1, 1)
     assert row["moved"] == pytest.approx(1.048576)
     assert row["quotient_low"] <= row["quotient"] <= row["quotient_high"]
 
 
 def test_the_table_counts_the_pairs(clones):
-    assert "3 of 3 pairs in the measured order" in run(
+    assert "1 of 1 pairs in the measured order" in run(
         sys.executable, BENCHMARKS, "nkibench", *clones
+    )
+
+
+def test_the_score_leaves_out_what_was_fitted_and_what_is_open():
+    row = {"op": "silu", "halved": True, "p50_ms": 1.0, "modelled_ms": 2.2}
+    others = [{"op": nkibench.FITTED[0], "modelled_ms": 9.0}, {"modelled_ms": 1.6}]
+    kernels = [row, *(row | other for other in others), row | {"halved": False, "modelled_ms": 9.0}]
+    assert nkibench.score(kernels) == pytest.approx(
+        {"kernels": 2, "mean_error": 0.15, "worst": -0.2}
     )
 
 

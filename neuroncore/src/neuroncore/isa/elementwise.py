@@ -115,22 +115,21 @@ def tensor_tensor(
         a, b = read(data1), read(data2)
         write(dst, alu.apply(a, b if b.shape == a.shape else b.reshape(a.shape)))
 
-    fast = machine.fast_modes
-    return InstructionTemplate(chosen, _two_input_cycles(fast, alu.name, dst, data1, data2), run)
-
-
-def _two_input_cycles(
-    fast: bool, op: str, dst: NkiTensor, data1: NkiTensor, data2: NkiTensor
-) -> float:
-    """N with an input in PSUM or all-bf16 add/multiply/subtract, else 2N (SDK 2.26).
-
-    From trn2 on (`fast`), 2x more where both inputs are in SBUF and all three are 16-bit.
-    """
     three = (dst, data1, data2)
     in_psum = PSUM in (data1.geometry.memory, data2.geometry.memory)
-    narrow = fast and all(t.dtype in SIXTEEN_BIT for t in three)
-    plain = op in ("add", "multiply", "subtract") and all(t.dtype == "bfloat16" for t in three)
-    once = in_psum or narrow or (plain and all(t.geometry.unit_stride for t in three))
+    quick = alu.name in ("add", "multiply", "subtract") and all(
+        t.dtype == "bfloat16" and t.geometry.unit_stride for t in three
+    )
+    return InstructionTemplate(chosen, _two_input_cycles(chosen, dst, in_psum or quick), run)
+
+
+def _two_input_cycles(chosen: Engine, dst: NkiTensor, once: bool) -> float:
+    """2N (SDK 2.26), or N: `once` by the same source, and on VectorE from trn2 on.
+
+    There KDA for Trainium counted N: VectorE was active for 1.04 to 1.17 N in six tensor_tensor of
+    fp32 tiles [64, 4096] to [64, 512], and for 1.06 to 1.22 N in four scalar_tensor_tensor.
+    """
+    once = once or (chosen is Engine.VECTOR and running.active().machine.fast_modes)
     return max(MIN_CYCLES, dst.geometry.elements * (1 if once else 2))
 
 
@@ -236,16 +235,16 @@ def scalar_tensor_tensor(
     if isinstance(operand0, NkiTensor):
         check.scalar_operand(opcode, "operand0", operand0, data.geometry.partitions)
     check.one_psum_input(opcode, data, operand1)
-    n = dst.geometry.elements
     bf16 = all(t.dtype == "bfloat16" for t in (dst, data, operand1))
-    quick = bf16 and n % 2 == 0 and (first.name, second.name) == ("subtract", "multiply")
+    even = dst.geometry.elements % 2 == 0
+    quick = bf16 and even and (first.name, second.name) == ("subtract", "multiply")
 
     def run(dst: NkiTensor, data: NkiTensor, operand0: Scalar, operand1: NkiTensor) -> None:
         value = apply(first, read(data), operand0, reverse0)
         b = read(operand1).reshape(value.shape)
         write(dst, second.apply(b, value) if reverse1 else second.apply(value, b))
 
-    return InstructionTemplate(Engine.VECTOR, max(MIN_CYCLES, n if quick else 2 * n), run)
+    return InstructionTemplate(Engine.VECTOR, _two_input_cycles(Engine.VECTOR, dst, quick), run)
 
 
 @instruction("dst")
