@@ -6,6 +6,7 @@ import numpy as np
 import neuronxcc.nki as nki
 import neuronxcc.nki.isa as nisa
 import neuronxcc.nki.language as nl
+import neuronxcc.nki.typing as nt
 from neuronxcc.nki.language import par_dim
 from neuronxcc.nki import baremetal
 
@@ -18,7 +19,7 @@ def halved(tile):
 
 
 @nki.jit(mode="baremetal", platform_target="trn2")
-def edges(a, b, factor):
+def edges(a: nt.tensor[300, 150], b: nt.mutable_tensor, factor):
     """factor * a + b, at any shape."""
     rows, columns = a.shape
     out = nl.ndarray((rows, columns), dtype=a.dtype, buffer=nl.shared_hbm)

@@ -77,7 +77,8 @@ def test_other_machines_are_not_known(machine, instance):
 
 def test_the_environment_outranks_the_instance_at_every_call(machine):
     machine.instance("trn1.32xlarge")
-    names = {"trn1": "trn1", "inf2": "trn1", "gen3": "trn2", "TRN2": "trn2", "gen4": "trn3"}
+    names = {"trn1": "trn1", "inf2": "trn1", "gen3": "trn2", "TRN2": "trn2", "gen4": "trn3",
+             "trn3pre": "trn3"}  # fmt: skip
     for name, target in names.items():
         machine.environment(NEURON_PLATFORM_TARGET_OVERRIDE=name)
         found = core()

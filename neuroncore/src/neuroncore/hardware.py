@@ -434,6 +434,7 @@ TRN3 = replace(  # what is not named is not published either: taken from trn2
     # connectivity page)
     links=Links(chips=64, chip_gbps=2048 * 1.073741824),
     moving_max=4096,
+    aliases=("trn3pre",),  # before it was on sale; what is still set for its compiler
     features=_FEATURES_TRN3,
 )
 MACHINES: dict[Target, Machine] = {"trn1": TRN1, "trn2": TRN2, "trn3": TRN3}

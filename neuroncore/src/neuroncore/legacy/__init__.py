@@ -16,7 +16,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from neuroncore import core, isa, language
+from neuroncore import core, isa, language, typing
 from neuroncore.kernel import Kernel, RunSettings, run
 from neuroncore.legacy import calls
 from neuroncore.legacy.tiles import Index, IndexGrid, ParDim, Tile
@@ -99,13 +99,6 @@ def _measured(measure: Any, kernel: Any = None, **options: Any) -> Any:
     if kernel is None:
         return functools.partial(_measured, measure, **options)
     return measure(jit(kernel), **options)
-
-
-class _Names:
-    """What annotations name: `nt.tensor[128, 512]`."""
-
-    def __class_getitem__(cls, _: Any) -> type:
-        return cls
 
 
 def _launch() -> Programs:
@@ -201,7 +194,8 @@ def _modules() -> dict[str, types.ModuleType]:
         iota=calls.iota,
         memset=lambda shape, value, dtype, **_: calls.ndarray(shape, dtype, value=value),
     )
-    made["typing"] = _with(types.ModuleType("neuronxcc.nki.typing"), tensor=_Names)
+    annotations = {"tensor": typing.tensor, "mutable_tensor": typing.mutable_tensor}
+    made["typing"] = _with(types.ModuleType("neuronxcc.nki.typing"), **annotations)
     compiler = made["compiler"] = types.ModuleType("neuronxcc.nki.compiler")
     for name, memory in (("sbuf", MemoryRegion.sbuf), ("psum", MemoryRegion.psum)):
         places = dict.fromkeys(("alloc", "mod_alloc", "auto_alloc"), lambda *_, m=memory, **__: m)
@@ -210,7 +204,7 @@ def _modules() -> dict[str, types.ModuleType]:
         setattr(compiler, name, _same)
     nki = _with(
         types.ModuleType("neuronxcc.nki"),
-        jit=jit, trace=jit, baremetal=jit, tensor=_Names, **made,
+        jit=jit, trace=jit, baremetal=jit, tensor=typing.tensor, **made,
         simulate_kernel=lambda kernel, *args, **kwargs: jit(kernel)(*args, **kwargs),
         benchmark=functools.partial(_measured, dropin.modules()["nki"].benchmark),
         profile=functools.partial(_measured, dropin.modules()["nki"].profile),
