@@ -126,8 +126,9 @@ def tensor_tensor(
 def _two_input_cycles(chosen: Engine, dst: NkiTensor, once: bool) -> float:
     """2N (SDK 2.26), or N: `once` by the same source, and on VectorE from trn2 on.
 
-    There KDA for Trainium counted N: VectorE was active for 1.04 to 1.17 N in six tensor_tensor of
-    fp32 tiles [64, 4096] to [64, 512], and for 1.06 to 1.22 N in four scalar_tensor_tensor.
+    There it reads 256 fp32 elements a cycle (Trainium2 guide), two a lane, and was active for 1.04
+    to 1.17 N in six tensor_tensor of fp32 tiles [64, 4096] to [64, 512], for 1.06 to 1.22 N in four
+    scalar_tensor_tensor (KDA for Trainium).
     """
     once = once or (chosen is Engine.VECTOR and running.active().machine.fast_modes)
     return max(MIN_CYCLES, dst.geometry.elements * (1 if once else 2))
