@@ -92,7 +92,7 @@ def _show_nkibench(document: dict[str, Any]) -> None:
         ]
         for row in rows
     ]
-    columns = ["op", "sure", "quotient", "least most", "in order", "others", "moved"]
+    columns = ["op", "sure", "time", "least most", "in order", "others", "moved"]
     show_table(columns, cells, left=["op"])
     keys = ("pairs", "in_order", "not_run")
     pairs, in_order, stopped = (sum(row[key] for row in rows) for key in keys)

@@ -220,7 +220,19 @@ def held_out() -> str:
         f"On {found[0].figures} times that AWS published of {found[0].facts} kernels and their "
         f"engines, and that no constant was fitted to, the mean error is {ends}. Of the "
         f"{len(whole)} times of whole kernels {len(inside)} lie in the range of all that is not "
-        "known."
+        f"known.{_of_others()}"
+    )
+
+
+def _of_others() -> str:
+    found = document("nkibench")
+    if not found:
+        return ""
+    scored = score(found["kernels"])
+    return (
+        f" On {scored['kernels']} kernels that others wrote and timed on trn2 it is "
+        f"{scored['mean_error']:.0%} (worst {scored['worst']:+.0%}), as far as their medians are "
+        "half a run's."
     )
 
 
