@@ -22,7 +22,7 @@ LAUNCH_US = LaunchCost(6.2, 9.1, 19.1)
 Lowest, median and highest of the 16 "bound" rows of decode that `python benchmarks published` has
 (docs/results/published.json): 24 to 64 ranks of trn1, inf2 and trn2, batch 1. The kernels, the
 sampling and the server differ too, and longer caches ask for more, so it is an upper bound of the
-launch alone. Prefill has none: in the same runs its rest by launch is two to four times that of
+launch alone. Prefill has none: in the same runs its rest by launch is two to five times that of
 decode at 128 tokens, and more than a hundred times at 8192, so it is not the launches'.
 """
 
