@@ -2,12 +2,10 @@
 
 KDA for Trainium (github.com/Jerry2423/kda-for-trainium) wrote them for AccelOpt's NKIBench
 (github.com/zhang677/AccelOpt) and measured each on "trn2, single-core", p50. That p50 is half a
-run's time where half of the samples are of nothing: where a distribution is told
-(matmul_add_rmsnorm_v2_bf16_split: 0.0098 ms at least, 0.7727 in the middle, 1.5373 at the ninth
-tenth, deviation 0.7632) it lies between two values, and counters of one run are active for longer
-(tmm_v1: TensorE for 9.43 ms of 4.73). So a kernel whose p50 is less than one NeuronCore-v3 needs at
-its documented rates ran for twice as long; any other may have, or not. They are in the Beta
-dialect, and run as migrated.
+run's time where half of the samples are of nothing (evidence: neuroncore/docs/modelled.md, "Kernels
+that others timed"). So a kernel whose p50 is less than one NeuronCore-v3 needs at its documented
+rates ran for twice as long; any other may have, or not. They are in the Beta dialect, and run as
+migrated.
 """
 
 import csv

@@ -38,7 +38,8 @@ TIMES = """\
 op,candidate,passed,latency_ms,notes
 double,runs/wide.py,true,0.0025,"a first run; HBMrd=0.5MB HBMwr=0.5MB"
 double,runs/wide.py,true,0.002,again
-double,runs/narrow.py,true,0.020,no counters
+double,runs/narrow.py,true,0.0025,no counters
+double,runs/open.py,true,0.020,above what the core needs
 double,runs/narrow.py,true,N/A,a screen of values
 double,runs/wrong.py,false,0.001,not compared
 double,runs/gone.py,true,0.001,no such file
@@ -61,9 +62,10 @@ def clones(tmp_path: Path) -> tuple[Path, Path]:
     )
     for name, step in (("wide", "512"), ("narrow", "64"), ("wrong", "256"), ("broken", "None")):
         (runs / f"{name}.py").write_text(KERNEL.replace("STEP", step))
+    (runs / "open.py").write_text(KERNEL.replace("STEP", "32"))
     (runs / "illegal.py").write_text(KERNEL.replace("0:128", "0:256").replace("STEP", "512"))
     (runs.parent / "benchmark.csv").write_text(TIMES)
-    own = {"op": "double", "kernel": "double.py", "baseline_latency_ms": 0.0025}
+    own = {"op": "double", "kernel": "double.py", "baseline_latency_ms": 0.0022}
     (variants / "baselines.json").write_text(json.dumps({"double[case=0]": own}))
     return variants, nkibench
 
@@ -74,19 +76,21 @@ def test_variants_are_put_in_order(clones):
     kernels = {row["kernel"]: row for row in document["kernels"]}
     stopped = {name for name, row in kernels.items() if row["modelled_ms"] is None}
     assert stopped == {"broken.py", "illegal.py"}
-    assert set(kernels) - stopped == {"double.py", "wide.py", "narrow.py"}
+    assert set(kernels) - stopped == {"double.py", "wide.py", "narrow.py", "open.py"}
     assert kernels["wide.py"]["p50_ms"] == 0.002
     assert kernels["wide.py"]["modelled_mb"] == pytest.approx(2 * 256 * 512 * 4 / 1e6)
     assert all(kernels[name]["why"] for name in stopped)
     (row,) = document["operators"]
-    assert (row["kernels"], row["halved"], row["not_run"]) == (3, 2, 2)
-    assert (row["pairs"], row["in_order"]) == (1, 1)
+    assert (row["kernels"], row["halved"], row["not_run"]) == (4, 3, 2)
+    assert (row["pairs"], row["in_order"]) == (3, 3)
+    assert not kernels["open.py"]["halved"]
+    assert row["open_quotient"] == pytest.approx(kernels["open.py"]["modelled_ms"] / 0.040)
     assert row["moved"] == pytest.approx(1.048576)
     assert row["quotient_low"] <= row["quotient"] <= row["quotient_high"]
 
 
 def test_the_table_counts_the_pairs(clones):
-    assert "1 of 1 pairs in the measured order" in run(
+    assert "3 of 3 pairs in the measured order" in run(
         sys.executable, BENCHMARKS, "nkibench", *clones
     )
 
