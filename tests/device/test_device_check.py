@@ -131,7 +131,7 @@ def test_a_killed_run_goes_on(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run.run(tmp_path, 10, TRN2, kill)
+        run.run(tmp_path, 10, replace(TRN2, launch_us=10.0), kill)
     document = run.run(tmp_path, 10, replace(TRN2, launch_us=900.0))
     beyond = [round(row["measured_us"] - row["modelled_us"]) for row in document["rows"]]
     assert beyond == [10, 10, 10, 900, 900, 900]
