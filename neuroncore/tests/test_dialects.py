@@ -46,6 +46,21 @@ def test_jit_takes_options_of_the_compiler():
         nc.jit(platform_target="trn2")
 
 
+@pytest.mark.parametrize("into", [nl.sbuf, nl.psum, nl.shared_hbm])
+def test_assigning_a_tile_copies_it(into):
+    name = "dma_copy" if into is nl.shared_hbm else "tensor_copy"
+    x = data((4, 6))
+
+    def body(x):
+        tile, got = loaded(x), new(4, 12, buffer=into)
+        with noted(rf"assigning into a tile is taken as nisa\.{name}, as NKI 0\.3 did"):
+            got[:, 0:6] = tile
+            got[:, 6:] = tile
+        return got if into is nl.shared_hbm else stored(got)
+
+    equal(run(body, x), np.tile(x, 2))
+
+
 @pytest.mark.parametrize("mode", ["double_row", nisa.matmul_perf_mode.double_row])
 def test_the_name_of_a_perf_mode_is_that_mode(mode):
     a, b = (values(s, (16, 2, n)).astype(nl.float8_e4m3.numpy) for s, n in ((0, 8), (1, 24)))

@@ -94,6 +94,18 @@ def test_integers():
     equal(of(nl.add, (1, 3), nl.int32, big, y), big + y)
 
 
+@pytest.mark.parametrize("name", ["add", "subtract", "maximum", "greater"])
+def test_a_column_is_taken_for_all_columns(name):
+    x, y = data((16, 40), f32), data((16, 1), f32, 1)
+    function = getattr(nl, name)
+    for arrays in (x, y), (y, x):
+        with noted(rf"nl\.{name}: .*\[16, 1\].* is taken for all columns of .*\[16, 40\]"):
+            got = of(function, (16, 40), nl.float32, *arrays)
+        equal(got, ARITHMETIC[name](*arrays).astype(f32))
+    both = of(function, (16, 1), nl.float32, y, y)
+    equal(both, ARITHMETIC[name](y, y).astype(f32))
+
+
 def test_abs_max_and_power():
     x, y = np.array([[-5, 1, 2]], f32), np.array([[3]], f32)
     equal(of(nl.abs_max, (1, 3), nl.float32, x, y, target="trn3"), np.array([[-5, 3, 3]], f32))

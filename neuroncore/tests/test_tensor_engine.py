@@ -1,5 +1,7 @@
 """TensorE: matmul and transpose against NumPy in fp64."""
 
+from contextlib import nullcontext
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -267,19 +269,40 @@ def test_a_result_stays_in_one_psum_bank_before_trn3(target):
         refuses("crosses a 2048-byte PSUM bank", kernel, target=target)
 
 
-@pytest.mark.parametrize("first", ["memset", "fresh", "other region"])
+@pytest.mark.parametrize("first", ["half a memset", "fresh", "other region"])
 @pytest.mark.parametrize("target", TARGETS)
-def test_accumulating_onto_what_no_matmul_wrote(first, target):
+def test_accumulating_onto_what_nothing_wrote(first, target):
     def kernel():
         a, b = nl.zeros((8, 8), B), nl.zeros((8, 16), B)
         acc = nl.ndarray((8, 32), F, nl.psum)
-        if first == "memset":
-            nisa.memset(acc, 0.0)
+        if first == "half a memset":
+            nisa.memset(acc[:, 16:], 0.0)
         elif first == "other region":
             nisa.nc_matmul(acc[:, 16:], a, b)
         nisa.nc_matmul(acc[:, 8:24], a, b, accumulate=True)
 
     refuses("no matmul wrote", kernel, target=target)
+
+
+@pytest.mark.parametrize("by_matmul", [0, 16])
+@pytest.mark.parametrize("target", TARGETS)
+def test_accumulating_onto_what_another_engine_wrote(target, by_matmul):
+    a, b = data((8, 4), bf16), data((8, 32), bf16, 1)
+
+    def kernel(x, y):
+        x, y = loaded(x), loaded(y)
+        acc = nl.full((4, 32), 3.0, nl.float32, nl.psum)
+        if by_matmul:
+            nisa.nc_matmul(acc[:, :by_matmul], x, y[:, :by_matmul], accumulate=False)
+        nisa.nc_matmul(acc, x, y, accumulate=True)
+        return stored(acc)
+
+    undefined = noted("memset, nl.zeros.* are undefined there before NeuronCore-v4")
+    with undefined if target != "trn3" else nullcontext():
+        got = run(kernel, a, b, target=target)
+    once = product(a, b)
+    begun = np.where(np.arange(32) < by_matmul, once, 3)
+    close(got, once + begun, 24)
 
 
 def test_fp8_formats_differ_in_range():

@@ -64,7 +64,7 @@ Feature = Literal[
     "scalar_copies", "gpsimd_random", "random_state", "nonzero_with_count", "range_select",
     "select_reduce",
     "abs_extremes", "activate2", "all_to_all_v", "bf16_psum", "cross_bank_psum",
-    "exponential",
+    "exponential", "filled_psum",
     "float8_e4m3fn", "mx", "priority", "rand2", "tensor_indirection", "vector_random_state",
 ]  # fmt: skip
 """What some generations have and others lack."""
@@ -88,6 +88,7 @@ _FEATURES_TRN3 = _FEATURES_TRN2 | frozenset[Feature]({
     "all_to_all_v",  # within an instance (nki.collectives reference)
     "bf16_psum",  # a matmul writes bfloat16, then with twice the moving size (isa)
     "cross_bank_psum",  # a result of TensorE covers several PSUM banks (arch, Trainium3)
+    "filled_psum",  # a matmul adds to what another engine wrote into PSUM (isa)
     "float8_e4m3fn",  # engines take it; before, only float8_e4m3 (isa, fn)
     "mx",  # quantize_mx and nc_matmul_mx (isa)
     "priority",  # of DMAs and collectives (isa)

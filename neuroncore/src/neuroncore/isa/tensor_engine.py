@@ -67,7 +67,7 @@ def adding(
         if dst.geometry.region in dst.storage.summed:  # which is what the checks ask for
             return True, False
         check.memory(opcode, "dst", dst, PSUM)
-        _check_accumulates(opcode, dst)
+        _check_accumulates(core.machine, opcode, dst)
         return True, False
     storage, region = dst.storage, dst.geometry.region
     if accumulate is not None:
@@ -321,12 +321,18 @@ def _check_partitions(opcode: str, machine: Machine, **operands: NkiTensor) -> N
             )
 
 
-def _check_accumulates(opcode: str, dst: NkiTensor) -> None:
-    """accumulate=True needs a matmul result to add to."""
-    if not dst.geometry.layout.covers(dst.geometry.region, dst.storage.summed):
-        refuse(
-            f"{opcode}: accumulate=True on {dst}, which no matmul wrote; start with "
-            "accumulate=False (memset does not count), for example accumulate=(k > 0)"
+def _check_accumulates(machine: Machine, opcode: str, dst: NkiTensor) -> None:
+    """accumulate=True needs a result to add to: a matmul's, before NeuronCore-v4."""
+    layout, region, storage = dst.geometry.layout, dst.geometry.region, dst.storage
+    if layout.covers(region, storage.summed):
+        return
+    remedy = "start with accumulate=False, for example accumulate=(k > 0)"
+    if not (storage.initialised or layout.covers(region, storage.written)):
+        refuse(f"{opcode}: accumulate=True on {dst}, which no matmul wrote; {remedy}")
+    if not machine.has("filled_psum"):
+        note(
+            f"{opcode}: accumulate=True adds to {dst}, which no matmul wrote: another engine's "
+            f"values (memset, nl.zeros) are undefined there before NeuronCore-v4; {remedy}"
         )
 
 

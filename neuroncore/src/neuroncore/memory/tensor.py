@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from neuroncore.checks import views as check
-from neuroncore.checks.base import refuse
+from neuroncore.checks.base import note, refuse, seen
 from neuroncore.dtypes import DType, dtype_of
 from neuroncore.memory.geometry import (
     Geometry,
@@ -146,8 +146,18 @@ class NkiTensor:
         refuse(f"{self}: tensors are not iterated over; use range(t.shape[0]) and t[i]")
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        remedy = "use nisa.tensor_copy(dst=tile[...], src=...)"
-        refuse(f"{self}: assigning into a tile is not NKI; {remedy}")
+        """Copy a tile, as NKI 0.3 did: the reference of 0.6 has this method and no text for it."""
+        from neuroncore import isa
+
+        if not isinstance(value, NkiTensor):
+            refuse(f"{self}: assigning {seen(value)} into a tile is not NKI; use nisa.memset")
+        on_chip = self.geometry.on_chip and value.geometry.on_chip
+        copy = isa.tensor_copy if on_chip else isa.dma_copy
+        note(
+            f"{self}: assigning into a tile is taken as nisa.{copy.__name__}, as NKI 0.3 did; NKI "
+            f"0.6 does not say what it does; write nisa.{copy.__name__}(dst=tile[...], src=...)"
+        )
+        copy(self[key], value)
 
     __array_ufunc__ = None  # a number of NumPy's leaves the operator to the tile
 

@@ -1,7 +1,7 @@
 """The element-wise functions of `nl`: `nl.exp(tile)` computes, `op=nl.exp` names an operator.
 
 Called, each allocates a tile in SBUF and issues the instructions a kernel would write by hand.
-As `op=` only the name counts (see `operators`). Nothing is broadcast.
+As `op=` only the name counts (see `operators`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from neuroncore import core as running
+from neuroncore.checks.base import note
 from neuroncore.checks.operands import one_tile
 from neuroncore.dtypes import DType, float32, int32
 from neuroncore.isa import elementwise as nisa
@@ -42,25 +43,31 @@ def _binary(name: str, text: str) -> Function:
     """A function of two inputs, by one tensor_tensor or tensor_scalar."""
 
     def function(x: Any, y: Any, dtype: DType | None = None) -> NkiTensor:
-        like = x if isinstance(x, NkiTensor) else y
-        one_tile(name, like)
-        result = tile(like, dtype)
-        if _is_scalar(name, y):
-            nisa.tensor_scalar(result, x, function, y)
-        elif not isinstance(x, NkiTensor):
-            nisa.tensor_scalar(result, y, function, x, reverse0=True)
+        reverse = not isinstance(x, NkiTensor) or _is_column(name, x, y)
+        data, other = (y, x) if reverse else (x, y)
+        one_tile(name, data)
+        result = tile(data, dtype)
+        if reverse or not isinstance(other, NkiTensor) or _is_column(name, other, data):
+            nisa.tensor_scalar(result, data, function, other, reverse0=reverse)
         else:
             nisa.tensor_tensor(result, x, y, function)
         return result
 
-    return named(function, name, f"{text}, element by element; one of the two may be a number.")
+    return named(
+        function, name, f"{text}, element by element; one may be a number or a tile [P, 1]."
+    )
 
 
-def _is_scalar(name: str, y: Any) -> bool:
-    """Numbers; and tiles [P, 1] for the two functions whose documentation shows one."""
-    if not isinstance(y, NkiTensor):
-        return True
-    return name in ("abs_max", "abs_min") and y.geometry.elements == 1
+def _is_column(name: str, x: NkiTensor, y: Any) -> bool:
+    """Whether x is a tile [P, 1] for a y of several columns: of each row its number."""
+    if not isinstance(y, NkiTensor) or not 1 == x.geometry.elements < y.geometry.elements:
+        return False
+    if name not in ("abs_max", "abs_min"):
+        note(
+            f"nl.{name}: {x} is taken for all columns of {y}; NKI's reference shows that for "
+            "abs_max and abs_min alone; use nisa.tensor_scalar"
+        )
+    return True
 
 
 def _unary(name: str, text: str) -> Function:
