@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import logging
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -19,7 +20,8 @@ from typing import Any
 from neuroncore import core, isa, language, typing
 from neuroncore.kernel import Kernel, RunSettings, run
 from neuroncore.legacy import calls
-from neuroncore.legacy.tiles import Index, IndexGrid, ParDim, Tile
+from neuroncore.legacy.renaming import rename_overwritten
+from neuroncore.legacy.tiles import Index, IndexGrid, ParDim, Product, Tile
 from neuroncore.memory.storage import MemoryRegion
 from neuroncore.memory.tensor import NkiTensor
 
@@ -62,11 +64,12 @@ class LegacyKernel(Kernel):
 
         @functools.wraps(function)
         def launched(*args: Any, **kwargs: Any) -> Any:
-            launch = Programs(self.grid)
+            launch, Product.waiting = Programs(self.grid), None
             core.active("neuronxcc.nki").state["legacy"] = launch
             args = _changed(args, NkiTensor, Tile)
             kwargs = {n: _changed(v, NkiTensor, Tile) for n, v in kwargs.items()}
             result = launch.run(lambda: function(*args, **kwargs))
+            rename_overwritten(core.active("neuronxcc.nki").trace)
             return _changed(result, Tile, lambda t: t.view())
 
         super().__init__(launched)
@@ -231,6 +234,7 @@ class Finder(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         """The module itself, which is the same for every import."""
         if spec.name == "neuronxcc":
+            logging.OFF = logging.CRITICAL + 10  # type: ignore[attr-defined]  # as the compiler does
             self.say(
                 "neuronxcc.nki is the Beta dialect, interpreted: times are those of the translated "
                 "instructions; `neuroncore migrate` rewrites it"

@@ -14,12 +14,13 @@ from neuroncore import core as running
 from neuroncore import isa, language
 from neuroncore.checks.base import refuse
 from neuroncore.dtypes import DType, from_numpy
+from neuroncore.isa.values import raw
 from neuroncore.legacy.names import ON_DATA, SYNONYMS
-from neuroncore.legacy.tiles import Box, Index, Mask, ParDim, Tile, TileBlocks
+from neuroncore.legacy.tiles import PSUM, Box, Index, Mask, ParDim, Product, Tile, TileBlocks
 from neuroncore.memory.storage import MemoryRegion
 from neuroncore.memory.tensor import NkiTensor
 
-SBUF, PSUM = MemoryRegion.sbuf, MemoryRegion.psum
+SBUF = MemoryRegion.sbuf
 _MOST = 5
 """Dimensions of an engine's access pattern, with the partition."""
 
@@ -63,8 +64,18 @@ def ndarray(
     made = [tile(shape[len(blocks) :], dtype, memory) for _ in range(prod(blocks))]
     if value is not None:
         for each in made:
-            isa.memset(each.view(), plain(value))
+            _filled(each.view(), plain(value))
     return TileBlocks(blocks, made) if blocks else made[0]
+
+
+def _filled(view: NkiTensor, value: Any) -> None:
+    """Fill a fresh tensor by an instruction, but for the zeros that a sum in PSUM begins with."""
+    if view.buffer is not PSUM or value != 0:
+        isa.memset(view, value, isa.vector_engine if view.buffer is PSUM else isa.gpsimd_engine)
+        return
+    view.storage.initialised = True
+    if running.active("nl.zeros").execute:
+        raw(view)[...] = 0
 
 
 def pieces(views: list[Any]) -> list[list[Any]]:
@@ -133,17 +144,16 @@ def binary(op: Any, x: Any, y: Any, dtype: Any = None, mask: Mask | None = None)
 
         return issue(scalar, tile(data.shape, dtype), [data], box)
     x, y = _near(x) if y.buffer is PSUM else x, y
-    shape = np.broadcast_shapes(x.shape, y.shape)
     for swap, (a, b) in enumerate(((x, y), (y, x))):
-        column = b.shape[0] == shape[0] and prod(b.shape[1:]) == 1 and a.shape == shape
-        if column and a.shape != b.shape:
+        if b.shape[0] == a.shape[0] and prod(b.shape[1:]) == 1 < prod(a.shape[1:]):
             b = b if b.dtype == language.float32 else _copied(b, language.float32)
 
             def columns(dst: Any, data: Any, number: Any) -> None:
                 isa.tensor_scalar(dst, data, op, number, reverse0=bool(swap))  # noqa: B023
 
-            flat = Tile(b.view().reshape((shape[0], 1)))
-            return issue(columns, tile(shape, dtype), [a, flat], box)
+            flat = Tile(b.view().reshape((a.shape[0], 1)))
+            return issue(columns, tile(a.shape, dtype), [a, flat], box)
+    shape = np.broadcast_shapes(x.shape, y.shape)
     wide = [v if v.shape == shape else v.broadcast_to(shape) for v in (x, y)]
 
     def elements(dst: Any, a: Any, b: Any) -> None:
@@ -256,11 +266,14 @@ def _result(name: str, given: dict[str, Any], dtype: Any) -> Tile:
     if name == "nc_matmul":
         a, b = given["stationary"], given["moving"]
         dtype = a.dtype if given.get("is_transpose") else language.float32
-        return tile((prod(a.shape[1:]), prod(b.shape[1:])), dtype, PSUM)
+        return tile((prod(a.shape[1:]), *b.shape[1:]), dtype, PSUM)
     data = given.get("data", given.get("src"))
     if name == "nc_transpose" and data is not None:
-        vector = given.get("engine") is isa.vector_engine
-        return tile((prod(data.shape[1:]), data.shape[0]), data.dtype, SBUF if vector else PSUM)
+        shape = prod(data.shape[1:]), data.shape[0]
+        if given.get("engine") is isa.vector_engine:
+            return tile(shape, data.dtype)
+        native = running.active("nisa.nc_transpose").machine.has("native_transposes")
+        return tile(shape, data.dtype if native else language.float32, PSUM)
     fixed = {"bn_stats": 6, "bn_aggr": 2, "max8": 8}
     if name in fixed and data is not None:
         return tile((data.shape[0], fixed[name]), dtype or data.dtype)
@@ -269,6 +282,11 @@ def _result(name: str, given: dict[str, Any], dtype: Any) -> Tile:
     return refuse(
         f"nisa.{name}: its result in the Beta dialect is not known here; migrate it by hand"
     )
+
+
+def _elements(x: Tile) -> int:
+    """Of each partition."""
+    return prod(x.shape[1:])
 
 
 def call(name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -284,18 +302,25 @@ def call(name: str, /, *args: Any, **kwargs: Any) -> Any:
         flags = {n: given[n] for n in ("negate", "keepdims") if n in given}
         return reduced(op, data, axis, dtype, mask, **flags)
     given = {n: v for n, v in given.items() if v is not None}
+    if name == "tensor_tensor" and _elements(given["data1"]) != _elements(given["data2"]):
+        done = binary(given["op"], given["data1"], given["data2"], dtype, mask)
+        return done if "dst" not in given else assign(given["dst"], done)
     box = mask.box() if mask else {}
     if name == "nc_matmul" and mask:
         refuse("nc_matmul: mask= has axes of three kinds; slice its operands")
     has_dst = isinstance(given.get("dst"), Tile)
-    dst = given.pop("dst") if has_dst else _result(name, given, dtype)
-    keys = list(given)
+    dst = given.pop("dst") if has_dst else None
 
-    def run(dst: Any, *operands: Any) -> None:
-        function(dst=dst, **dict(zip(keys, operands, strict=True)))
+    def issued(dst: Tile | None, **options: Any) -> Tile:
+        def run(dst: Any, *operands: Any) -> None:
+            function(dst=dst, **dict(zip(given, operands, strict=True)), **options)
 
-    issue(run, dst, list(given.values()), box)
-    return None if has_dst else dst
+        return issue(run, dst or _result(name, given, dtype), list(given.values()), box)
+
+    if name == "nc_matmul" and not has_dst:
+        return Product(lambda dst, accumulate: issued(dst, accumulate=accumulate))
+    done = issued(dst)
+    return None if has_dst else done
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator
@@ -12,8 +13,10 @@ from typing import Any
 from neuroncore import language as nl
 from neuroncore.checks.base import refuse
 from neuroncore.legacy.names import OPERATORS
+from neuroncore.memory.storage import MemoryRegion
 from neuroncore.memory.tensor import NkiTensor
 
+PSUM = MemoryRegion.psum
 Box = dict[int, tuple[int, int]]
 """Begin and end of axes, which are counted from the last, -1."""
 
@@ -150,6 +153,7 @@ class Tile:
 
     def view(self, box: Box | None = None) -> NkiTensor:
         """The view, with axes in the box cut to it."""
+        Product.flush()
         base, box = self.base, box or {}
         if self.places is None:
             for axis, (low, high) in box.items():
@@ -227,6 +231,8 @@ class Tile:
     def __iadd__(self, other: Any) -> Tile:
         from neuroncore.legacy import calls
 
+        if Product.waiting is not None and Product.waiting is other and self.buffer is PSUM:
+            return other.add_to(self)
         storage = self.base.storage
         if storage.initialised or storage.written:
             other = calls.binary(nl.add, self, other)
@@ -235,7 +241,7 @@ class Tile:
 
     def reshape(self, shape: Any) -> Tile:
         """The same elements in another shape."""
-        return Tile(self.view().reshape(tuple(shape)))
+        return Tile(self.view().reshape(tuple(map(int, shape))))
 
     def broadcast_to(self, shape: Any) -> Tile:
         """Dimensions of size 1 repeated."""
@@ -243,6 +249,42 @@ class Tile:
 
     def __repr__(self) -> str:
         return repr(self.view())
+
+
+class Product(Tile):
+    """A matmul, which waits for what its result is used for: `psum += nc_matmul(...)` is one.
+
+    Anything else that is used before it issues it, so that its operands are what they were.
+    """
+
+    waiting: Product | None = None
+
+    def __init__(self, multiply: Callable[[Tile | None, bool | None], Tile]) -> None:
+        self.multiply, self.places = multiply, None
+        Product.flush()
+        Product.waiting = self
+
+    @staticmethod
+    def flush() -> None:
+        """Issue the matmul that waits, if one does."""
+        if Product.waiting is not None:
+            Product.waiting.base  # noqa: B018 - which computes it
+
+    @functools.cached_property
+    def base(self) -> NkiTensor:  # type: ignore[override]
+        """The result, in PSUM."""
+        Product.waiting = None
+        return self.multiply(None, None).base
+
+    def add_to(self, target: Tile) -> Tile:
+        """`target += matmul`, whatever wrote the target: its compiler knows how a sum begins."""
+        Product.waiting = None
+        view = target.view()
+        storage, region = view.storage, view.geometry.region
+        written = storage.initialised or view.geometry.layout.covers(region, storage.written)
+        if written:
+            storage.summed.add(region)
+        return self.multiply(target, written or None)
 
 
 class TileBlocks:

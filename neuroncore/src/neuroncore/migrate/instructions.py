@@ -100,7 +100,7 @@ class Instructions:
                 "tensor_scalar", to, box, data=data, op0=token, operand0=number, **swap
             )
         for a, b, swapped in ((x, y, False), (y, x, True)):
-            if b.shape and set(b.shape[1:]) == {"1"} and (not a.shape or set(a.shape[1:]) != {"1"}):
+            if self.is_column(b) and not self.is_column(a):
                 if b.dtype != f"{nl}.float32":
                     b = self.issue("tensor_copy", self.result(b, "", f"{nl}.float32"), {}, src=b)
                 swap = {"reverse0": "True"} if swapped and op not in ("add", "multiply") else {}
@@ -113,6 +113,11 @@ class Instructions:
             y = self._near(y)
         to = to or self.result(x, name, dtype, y)
         return self.issue("tensor_tensor", to, box, data1=x, data2=y, op=token)
+
+    @staticmethod
+    def is_column(x: Value) -> bool:
+        """Whether it is a tile with one number in each partition."""
+        return bool(x.shape) and {*x.shape[1:]} <= {"1"}
 
     def _near(self, x: Value) -> Value:
         if x.memory != "psum":
@@ -134,7 +139,9 @@ class Instructions:
         return self.issue("dma_copy", dst, box, src=value)
 
     def _redirect(self, before: int, value: Value, target: Value) -> bool:
-        """Let the instruction that made a temporary write the target instead."""
+        """Let the instruction that made a temporary write the target instead, if it reaches it."""
+        if value.memory == "psum" and target.memory != "psum":
+            return False
         made = f"{value.text} = {self.names.nl}.ndarray("
         allocated = [
             i for i, line in enumerate(self.lines[before:], before) if line.startswith(made)

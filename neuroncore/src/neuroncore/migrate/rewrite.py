@@ -284,6 +284,11 @@ class Scope(Expressions):
             self.value(n) for key, n in given.items()
             if not (isinstance(n, ast.Constant) and n.value is None)
         }  # fmt: skip
+        if function == "tensor_tensor":
+            x, y = values["data1"], values["data2"]
+            if self.is_column(x) != self.is_column(y):
+                op, to = values["op"].rpartition(".")[2], values.get("dst", to)
+                return self.binary(op, x, y, name, dtype, box_of(mask), to)
         if "dst" in values:
             return self.issue(function, values.pop("dst"), box_of(mask), **values)
         if function == "tensor_reduce":
@@ -363,10 +368,12 @@ class Scope(Expressions):
         shape = (*[x.size(d) for d in kept], *["1"] * ones)
         dtype = dtype or self.dtype(given.get("dtype")) or x.dtype_text()
         to = to or self.fresh(shape, dtype, "sbuf", name)
-        last = tuple(a - rank for a in axes) if moved else ()
         if moved and x.base is None:
-            raise ByHandError("index-pattern")
-        data = Value(view(x, box, last))
+            if box:
+                raise ByHandError("index-pattern")
+            data = Value(f"{view(x)}.permute({(*kept, *axes)})")
+        else:
+            data = Value(view(x, box, tuple(a - rank for a in axes) if moved else ()))
         cut = {i - len(shape): box[d - rank] for i, d in enumerate(kept) if d - rank in box}
         end = tuple(range(len(kept), rank))
         shown = str(end[0]) if len(end) == 1 else str(end)
@@ -391,7 +398,11 @@ class Scope(Expressions):
             return
         if adding:
             self.binary("add", target, self.value(node), to=target)
-        elif isinstance(node, ast.Call) and call.startswith(f"{NISA}."):
+        elif (
+            isinstance(node, ast.Call)
+            and call.startswith(f"{NISA}.")
+            and not (_from_tensor_engine(call, node) and target.memory != "psum")
+        ):
             if self._isa(call.rpartition(".")[2], node, "", target) is None:
                 raise ByHandError("result")
         elif isinstance(node, ast.Call) and call == f"{NL}.load":
@@ -408,6 +419,12 @@ class Scope(Expressions):
                 raise ByHandError("index-pattern")
             elif not self._redirect(before, value, target):
                 self.issue("tensor_copy", target, {}, src=value)
+
+
+def _from_tensor_engine(call: str, node: ast.Call) -> bool:
+    """Whether its result is in PSUM."""
+    engine = "".join(ast.unparse(k.value) for k in node.keywords if k.arg == "engine")
+    return call in (f"{NISA}.nc_matmul", f"{NISA}.nc_transpose") and "vector" not in engine
 
 
 def _literal(node: ast.AST) -> bool:

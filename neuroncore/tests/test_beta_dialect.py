@@ -1,0 +1,215 @@
+"""The Beta dialect, interpreted: what its compiler does with sums in PSUM, zeros and tiles."""
+
+import functools
+import logging
+import sys
+import types
+
+import numpy as np
+import pytest
+from samples import data, equal, f32
+
+import neuroncore as nc
+from neuroncore.legacy import Finder
+from neuroncore.migrate import migrate
+
+KERNELS = """
+import logging
+import numpy as np
+import neuronxcc.nki as nki
+import neuronxcc.nki.isa as nisa
+import neuronxcc.nki.language as nl
+
+logging.disable(logging.OFF)
+
+
+@nki.jit
+def summed(w, x):
+    K, M = w.shape[0] // 2, w.shape[1]
+    out = nl.ndarray((M, *x.shape[1:]), x.dtype, buffer=nl.shared_hbm)
+    acc = nl.zeros((M, *x.shape[1:]), nl.float32, buffer=nl.psum)
+    for k in nl.affine_range(2):
+        a, b = nl.load(w[k * K:(k + 1) * K]), nl.load(x[k * K:(k + 1) * K])
+        acc += nisa.nc_matmul(a, b)
+    nl.store(out, nl.copy(acc, dtype=x.dtype))
+    return out
+
+
+@nki.jit
+def on_top(w, x, value):
+    out = nl.ndarray((w.shape[1], x.shape[1]), x.dtype, buffer=nl.shared_hbm)
+    acc = nl.full(out.shape, value, nl.float32, buffer=nl.psum)
+    a, b = nl.load(w), nl.load(x)
+    acc[:, 0:4] = nisa.tensor_copy(b[0:w.shape[1], 0:4], dtype=nl.float32)
+    acc += nisa.nc_matmul(a, b)
+    acc[:, 2:6] += nisa.nc_matmul(a, b[:, 2:6])
+    nl.store(out, acc)
+    return out
+
+
+@nki.jit
+def kept(w, x):
+    out = nl.ndarray((w.shape[1], x.shape[1]), x.dtype, buffer=nl.shared_hbm)
+    acc = nl.zeros(out.shape, nl.float32, buffer=nl.psum)
+    a, b = nl.load(w), nl.load(x)
+    before = nisa.nc_matmul(a, b)
+    a[...] = nl.load(x[:, 0:w.shape[1]])
+    acc += before
+    nl.store(out, acc)
+    return out
+
+
+@nki.jit
+def scaled(x, inside):
+    out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
+    tile = nl.zeros((128, x.shape[1]), x.dtype, buffer=nl.sbuf)
+    for m in nl.affine_range(x.shape[0] // 128):
+        if inside:
+            tile = nl.ndarray((128, x.shape[1]), x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=tile, src=x[m * 128:(m + 1) * 128])
+        nisa.dma_copy(dst=out[m * 128:(m + 1) * 128], src=nl.multiply(tile, 2.0))
+    return out
+
+
+@nki.jit
+def biased(x, bias):
+    out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
+    columns = nl.ndarray((x.shape[0], 2), bias.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=columns[:, 1], src=bias)
+    tile = nisa.tensor_tensor(nl.load(x), columns[:, 1], nl.add)
+    nl.store(out, tile)
+    return out
+
+
+@nki.jit
+def halves(x):
+    out = nl.ndarray((x.shape[0], 2, x.shape[1] // 2), x.dtype, buffer=nl.shared_hbm)
+    nl.store(out, nl.load(x).reshape((x.shape[0], 2, x.shape[1] / 2)))
+    return out
+
+
+@nki.jit
+def transposed(x):
+    out = nl.ndarray((x.shape[1], x.shape[0]), x.dtype, buffer=nl.shared_hbm)
+    nl.store(out, nl.copy(nisa.nc_transpose(nl.load(x)), dtype=x.dtype))
+    return out
+
+
+@nki.jit
+def turned(x):
+    out = nl.ndarray((x.shape[1], x.shape[0]), x.dtype, buffer=nl.shared_hbm)
+    kept = nl.ndarray((2, nl.par_dim(x.shape[1]), x.shape[0]), x.dtype, buffer=nl.sbuf)
+    kept[1] = nisa.nc_transpose(nl.load(x))
+    nl.store(out, kept[1])
+    return out
+
+
+@nki.jit
+def pooled(x):
+    P, H, W = x.shape
+    out = nl.ndarray((P, H // 2, W // 2), x.dtype, buffer=nl.shared_hbm)
+    tile = nl.load(x)
+    windows = tile.reshape((P, H // 2, 2, W // 2, 2))
+    nl.store(out, nisa.tensor_reduce(nl.max, windows, axis=(2, 4)))
+    return out
+"""
+
+
+@functools.cache
+def kernels():
+    made, finder = types.ModuleType("beta"), Finder(lambda _: None)
+    sys.meta_path.append(finder)
+    exec(compile(KERNELS, "beta.py", "exec"), vars(made))  # noqa: S102
+    finder.remove()
+    return made
+
+
+@functools.cache
+def migrated():
+    made = types.ModuleType("migrated")
+    with nc.as_nki():
+        exec(compile(migrate(KERNELS)[0], "migrated.py", "exec"), vars(made))  # noqa: S102
+    return made
+
+
+def in_both(name, *args):
+    """The output, which is the same when migrated."""
+    before, after = (nc.simulate(getattr(m, name), *args).outputs for m in (kernels(), migrated()))
+    equal(after, before)
+    return before
+
+
+def run(name, *args, target="trn2", mode="execute"):
+    return nc.simulate(getattr(kernels(), name), *args, target=target, mode=mode)
+
+
+def whole(*shape, seed=0, dtype=f32):
+    """Small integers, whose sums are exact."""
+    return np.round(2 * data(shape, f32, seed)).astype(dtype)
+
+
+def test_a_sum_of_matmuls_is_matmuls_alone():
+    w, x = whole(32, 8), whole(32, 5, 6, seed=1)
+    done = run("summed", w, x)
+    equal(done.outputs, np.einsum("km,kij->mij", w, x))
+    assert done.profile.opcodes == {
+        "dma_copy": 5, "nc_matmul": 2, "tensor_copy": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_a_sum_adds_to_what_is_there(value):
+    w, x = whole(16, 8), whole(16, 12, seed=1)
+    begun = np.full((8, 12), value)
+    begun[:, :4] = x[:8, :4]
+    product = w.T @ x
+    begun[:, 2:6] += product[:, 2:6]
+    equal(run("on_top", w, x, value).outputs, (begun + product).astype(f32))
+
+
+def test_a_matmul_has_the_operands_of_its_line():
+    w, x = whole(16, 8), whole(16, 12, seed=1)
+    equal(run("kept", w, x).outputs, w.T @ x)
+
+
+def test_a_tile_that_is_overwritten_whole_is_a_new_one():
+    x = whole(1024, 64)
+    outside, inside = run("scaled", x, False), run("scaled", x, True)
+    for done in outside, inside:
+        equal(done.outputs, 2 * x)
+    assert outside.profile.time_ms == pytest.approx(inside.profile.time_ms, rel=0.02)
+    idle = {use.engine: use.busy_ms for use in outside.profile.engines[0]}
+    assert idle["GpSimdE"] > 0  # zeros in SBUF
+
+
+def test_a_column_is_added_to_a_tile_of_three_dimensions():
+    x, bias = whole(16, 4, 6), whole(16, seed=1)
+    equal(in_both("biased", x, bias), x + bias[:, None, None])
+
+
+def test_sizes_may_be_whole_floats():
+    x = whole(16, 6)
+    equal(run("halves", x).outputs, x.reshape(16, 2, 3))
+
+
+def test_windows_of_a_reshaped_tile_are_reduced():
+    x = whole(16, 6, 8)
+    expected = x.reshape(16, 3, 2, 4, 2).max((2, 4))
+    equal(in_both("pooled", x), expected)
+
+
+def test_a_transpose_into_a_block_goes_through_psum():
+    x = whole(64, 40)
+    equal(in_both("turned", x), x.T)
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2"])
+@pytest.mark.parametrize("dtype", [np.float16, f32])
+def test_transposes_keep_their_dtype(target, dtype):
+    x = whole(24, 40, dtype=dtype)
+    equal(run("transposed", x, target=target).outputs, x.T)
+
+
+def test_its_compiler_adds_a_level_to_logging():
+    kernels()
+    assert logging.OFF > logging.CRITICAL
