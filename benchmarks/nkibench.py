@@ -123,7 +123,7 @@ def modelled(case: TimedKernel) -> dict[str, Any]:
 
     The bound: its matmuls on TensorE, or its HBM bytes at the peak of the DMA engines.
     """
-    reference = _module(case.reference)
+    reference = module_of(case.reference)
     inputs = reference.transform_to_nki_inputs(reference.get_inputs())
     operands = [
         neuroncore.TensorSpec(x.shape, dtypes.from_numpy(x.dtype)) if np.ndim(x) else x
@@ -134,7 +134,7 @@ def modelled(case: TimedKernel) -> dict[str, Any]:
         new.write_text(migrate(case.kernel.read_text())[0])
         try:
             profile = neuroncore.simulate(
-                _module(new).kernel,
+                module_of(new).kernel,
                 *operands,
                 target=TARGET,
                 mode="trace",
@@ -170,7 +170,8 @@ def score(kernels: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def _module(path: Path) -> types.ModuleType:
+def module_of(path: Path) -> types.ModuleType:
+    """A file, run as a module of its name."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

@@ -40,6 +40,12 @@ def add(commands: Any) -> None:
     command.add_argument("variants", type=Path, metavar="KDA", help="Jerry2423/kda-for-trainium")
     command.add_argument("nkibench", type=Path, metavar="ACCELOPT", help="zhang677/AccelOpt")
 
+    description = "solutions of a course's exercise that students timed, beside modelled times"
+    command = add_command(commands, "course", _course, _show_course, description)
+    command.add_argument(
+        "clones", type=Path, metavar="CLONES", help="a folder of the clones, named by their owners"
+    )
+
     description = "files of nki-samples in the Beta dialect: migrated, values before and after"
     command = add_command(commands, "migrate", _migrate, _show_migrate, description)
     command.add_argument("sources", type=Path, metavar="SOURCES", help="a clone of nki-samples")
@@ -101,6 +107,28 @@ def _show_nkibench(document: dict[str, Any]) -> None:
         f"they did, too. {in_order} of {pairs} pairs in the measured order, {stopped} kernels did "
         "not run."
     )
+
+
+def _course(options: argparse.Namespace) -> list[dict[str, Any]]:
+    from benchmarks import course
+
+    with progress_bars() as progress:
+        return course.run(options.clones, progress)
+
+
+def _show_course(rows: list[dict[str, Any]]) -> None:
+    cells = [
+        [
+            *(row[name] for name in ("author", "name", "target")),
+            f"{row['us']:g}",
+            f"{row['modelled_us']:.1f}",
+            "{:.1f} {:.1f}".format(*row["range_us"]),
+            f"{row['error']:+.0%}",
+        ]
+        for row in rows
+    ]
+    columns = ["author", "kernel", "target", "us", "modelled", "range", "error"]
+    show_table(columns, cells, left=["author", "kernel", "target"])
 
 
 def _aws(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from command_line import argument_lists
 from in_sources import in_sources
-from modelled import aws, held_out, nkibench, paper_run, published, served, whole
+from modelled import aws, course, held_out, nkibench, paper_run, published, served, whole
 from readme import block
 from refusals import lint_rules, run_rules
 from sources import ROOT
@@ -14,6 +14,7 @@ from tensor_parallel import layouts, speedups, traffic_of_ranks
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"results": lambda: block("docs/")},
+    "docs/benchmarks.md": {"course": course},
     "docs/cli.md": argument_lists(),
     "docs/engines.md": {"in-sources": in_sources},
     "docs/index.md": {"results": lambda: block("")},

@@ -15,6 +15,7 @@ from selection import (
 from sources import PAPER_RUN, SHOWN, TARGET, WHOLE, read, whole_command
 from writing import number, ranged, span, table
 
+from benchmarks.course import summary
 from benchmarks.nkibench import FITTED, score
 from benchmarks.published import scores
 from neuroncore.hardware import DMA_MODELS
@@ -232,7 +233,42 @@ def _of_others() -> str:
     return (
         f" On {scored['kernels']} kernels that others wrote and timed on trn2 it is "
         f"{scored['mean_error']:.0%} (worst {scored['worst']:+.0%}), as far as their medians are "
-        "half a run's."
+        f"half a run's.{_of_students()}"
+    )
+
+
+def _of_students() -> str:
+    rows = document("course")
+    if not rows:
+        return ""
+    found = summary(rows)
+    return (
+        f" On {found['kernels']} times that students measured on trn1 and trn2, with a launch, it "
+        f"is {found['mean_error']:.0%} (worst {found['worst']:+.0%}), and {found['inside']} lie in "
+        "their range."
+    )
+
+
+def course() -> str:
+    """Solutions that students timed beside modelled times, all with a launch."""
+    rows = document("course") or []
+
+    def assumed(row: Row, name: str) -> str:
+        us = row["assumed_us"].get(name)
+        return "" if us is None else f"{us / row['us'] - 1:+.0%}"
+
+    return table(
+        ["kernel, by", "us", "modelled (range)", "error", "`rows`", "`dma-queues`"],
+        [
+            [
+                f"{row['name']}, {row['target']}, {row['author']}",
+                f"{row['us']:,g}",
+                "{:,.0f} ({:,.0f}-{:,.0f})".format(row["modelled_us"], *row["range_us"]),
+                f"{row['error']:+.0%}",
+                *(assumed(row, name) for name in ("dma", "dma-queues")),
+            ]
+            for row in rows
+        ],
     )
 
 

@@ -126,6 +126,7 @@ def datasets() -> dict[str, Dataset]:
         Dataset("engines", (ENGINES,), 15),
         Dataset("aws", ("python benchmarks aws out/sources/nki-library",), 2),
         Dataset("nkibench", (NKIBENCH,), 5),
+        Dataset("course", ("python benchmarks course out/sources/course",), 2),
         Dataset("tensor_parallel", tuple(_divided()), 3),
     ]
     found += [Dataset(f"model_{name}", tuple(_models(name)), 1) for name in SHAPES]

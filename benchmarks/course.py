@@ -1,0 +1,183 @@
+"""Solutions of a course's exercise that students timed on devices, beside their modelled times.
+
+Stanford's CS149 has an exercise in NKI (github.com/stanford-cs149/asst4-trainium2): vectors are
+added, a matrix transposed, a convolution fused with its max-pool. Solutions are public, some with
+the times that their authors measured. They are in the Beta dialect and run interpreted. A measured
+time has the cost of a launch, `LAUNCH_US`, which kernels do not have here.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import neuroncore
+from benchmarks.nkibench import module_of
+from neuroncore.legacy import Finder
+from neuronmm_ops.compress.calibrate import Progress
+from neuronmm_ops.estimate.served import LAUNCH_US
+
+
+class TimedSolution(NamedTuple):
+    """A kernel that its author timed.
+
+    Attributes:
+        author: of the clone, whose folder has this name.
+        file: of the kernel in the clone.
+        kernel: its name.
+        us: as measured, with the launch: p99 of `nki.benchmark`, or a profile's whole time.
+        dtype: of all tensors.
+        shapes: of the tensors that it takes.
+        constant: a name that the kernel sets, and the number that was measured.
+    """
+
+    author: str
+    file: str
+    kernel: str
+    target: str
+    us: float
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    constant: tuple[str, int] | None = None
+
+    @property
+    def name(self) -> str:
+        """The kernel with what its time depends on."""
+        size = " x ".join(map(str, self.shapes[0]))
+        at = "" if self.constant is None else ", {} {}".format(*self.constant)
+        return f"{self.kernel}{at}, {size} {self.dtype}"
+
+
+_CONVOLVED = (1, 256, 224, 224), (256, 256, 3, 3), (256,)
+_CONVOLVED_SMALL = (1, 256, 32, 16), (256, 256, 3, 3), (256,)
+
+
+def _added(author: str, target: str, times: dict[tuple[str, int, int], float]) -> tuple[Any, ...]:
+    constants = {"tiled": "ROW_CHUNK", "stream": "FREE_DIM"}
+    return tuple(
+        TimedSolution(
+            author, "part1/kernels.py", f"vector_add_{name}", target, us, "float32", ((n,),) * 2,
+            (constants[name], size),
+        )
+        for (name, size, n), us in times.items()
+    )  # fmt: skip
+
+
+TIMED: tuple[TimedSolution, ...] = (
+    # its writeup.md, at d155261
+    *_added("xaviergonzalez", "trn2", {
+        ("tiled", 1, 25_600): 37_318, ("tiled", 128, 25_600): 378,
+        ("stream", 2, 25_600): 186, ("stream", 200, 25_600): 15,
+        ("stream", 2_000, 256_000): 28, ("stream", 1_000, 256_000): 26,
+    }),
+    TimedSolution(
+        "xaviergonzalez", "part1/kernels.py", "matrix_transpose", "trn2", 86, "float32",
+        ((1024, 1024),),
+    ),
+    *(
+        TimedSolution(
+            "xaviergonzalez", "part2/conv2d.py", "fused_conv2d_maxpool", "trn2", us, dtype,
+            _CONVOLVED,
+        )
+        for dtype, us in (("float16", 824), ("float32", 3_832))
+    ),
+    # profiles in its part2/profile, at fecd8c8
+    *(
+        TimedSolution(
+            "chenhzhu", "part2/conv2d.py", "fused_conv2d_maxpool", "trn2", us, "float16", shapes
+        )
+        for shapes, us in ((_CONVOLVED, 790), (_CONVOLVED_SMALL, 47.18))
+    ),
+    # a comment in the file, at e17b72e
+    TimedSolution(
+        "rishic3", "part1/kernels.py", "matrix_transpose_improved", "trn2", 836, "float32",
+        ((4096, 4096),),
+    ),
+    # its solution.md, at 8a1d41c; its convolution transposes weights where it uses them, which a
+    # compiler does once
+    *_added("robertpare17", "trn1", {
+        ("tiled", 1, 25_600): 27_404, ("tiled", 128, 25_600): 206,
+        ("stream", 2, 25_600): 53, ("stream", 200, 25_600): 19,
+        ("stream", 2_000, 256_000): 34, ("stream", 1_000, 256_000): 29,
+    }),
+)  # fmt: skip
+"""None was seen before the clock was fitted."""
+
+
+def run(
+    clones: Path, progress: Progress | None = None, cases: tuple[TimedSolution, ...] = TIMED
+) -> list[dict[str, Any]]:
+    """Trace each kernel with a measured time.
+
+    Args:
+        clones: a folder with the clones, named by their authors. Their Python is run.
+        progress: called with ("trace", done, in all).
+        cases: the kernels.
+
+    Returns:
+        A row each with the fields and the name of a case, and in us with the launch: `modelled_us`,
+        `range_us` (all that is not known, and the launch at its ends) and `assumed_us` (by each
+        uncertainty that moves it, with its other end); `error` (relative) of the first.
+
+    Raises:
+        ValueError: a clone lacks a file.
+    """
+    rows: list[dict[str, Any]] = []
+    with _beta_dialect(), TemporaryDirectory() as folder:
+        for case in cases:
+            source = clones / case.author / case.file
+            if not source.is_file():
+                raise ValueError(f"{clones} must have a clone named {case.author}: no {source}")
+            text = source.read_text()
+            if case.constant is not None:
+                name, size = case.constant
+                text = re.sub(rf"\b{name} = \d+", f"{name} = {size}", text)
+            file = Path(folder, f"solution_{len(rows)}.py")
+            file.write_text(text)
+            kernel = getattr(module_of(file), case.kernel)
+            rows.append({"name": case.name} | case._asdict() | _modelled(case, kernel))
+            if progress is not None:
+                progress("trace", len(rows), len(cases))
+    return rows
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """`kernels`, their `mean_error`, the `worst`, and how many lie `inside` their range."""
+    errors = [row["error"] for row in rows]
+    return {
+        "kernels": len(rows),
+        "mean_error": mean(map(abs, errors)),
+        "worst": max(errors, key=abs),
+        "inside": sum(row["range_us"][0] <= row["us"] <= row["range_us"][1] for row in rows),
+    }
+
+
+def _modelled(case: TimedSolution, kernel: Any) -> dict[str, Any]:
+    operands = [neuroncore.TensorSpec(shape, case.dtype) for shape in case.shapes]
+    profile = neuroncore.simulate(
+        kernel, *operands, target=case.target, mode="trace", capacity="warn"
+    ).profile
+    low, high = profile.time_range_ms
+    modelled = 1e3 * profile.time_ms + LAUNCH_US.middle
+    return {
+        "modelled_us": modelled,
+        "range_us": [1e3 * low + LAUNCH_US.low, 1e3 * high + LAUNCH_US.high],
+        "assumed_us": {
+            other.name: 1e3 * other.time_ms + LAUNCH_US.middle for other in profile.uncertainties
+        },
+        "error": modelled / case.us - 1,
+    }
+
+
+@contextmanager
+def _beta_dialect() -> Iterator[None]:
+    finder = Finder(lambda _: None)
+    sys.meta_path.append(finder)
+    try:
+        yield
+    finally:
+        finder.remove()

@@ -1,0 +1,62 @@
+"""`python benchmarks course`, on a stand-in of a clone: one kernel whose time depends on a constant."""
+
+import pytest
+
+from benchmarks import course
+from neuronmm_ops.estimate.served import LAUNCH_US
+
+KERNEL = """
+import neuronxcc.nki as nki
+import neuronxcc.nki.isa as nisa
+import neuronxcc.nki.language as nl
+
+
+@nki.jit
+def added(a, b):
+    out = nl.ndarray(a.shape, a.dtype, buffer=nl.hbm)
+    ROWS = 1
+    for m in nl.affine_range(a.shape[0] // ROWS):
+        rows = slice(m * ROWS, (m + 1) * ROWS)
+        x, y = nl.ndarray((ROWS, 1), a.dtype), nl.ndarray((ROWS, 1), a.dtype)
+        nisa.dma_copy(dst=x, src=a[rows])
+        nisa.dma_copy(dst=y, src=b[rows])
+        nisa.dma_copy(dst=out[rows], src=nisa.tensor_scalar(x, nl.add, y))
+    return out
+"""
+
+
+def case(rows, us=100.0):
+    return course.TimedSolution(
+        "somebody", "kernels.py", "added", "trn2", us, "float32", ((1024,),) * 2, ("ROWS", rows)
+    )
+
+
+@pytest.fixture
+def clones(tmp_path):
+    (tmp_path / "somebody").mkdir()
+    (tmp_path / "somebody/kernels.py").write_text(KERNEL)
+    return tmp_path
+
+
+def test_a_solution_is_traced_with_its_constant_and_a_launch(clones):
+    few, many = course.run(clones, cases=(case(128), case(8)))
+    assert few["name"] == "added, ROWS 128, 1024 float32"
+    assert LAUNCH_US.middle < few["modelled_us"] < many["modelled_us"] / 4
+    low, high = few["range_us"]
+    assert LAUNCH_US.low < low < few["modelled_us"] < high
+    assert few["error"] == pytest.approx(few["modelled_us"] / 100 - 1)
+    assert many["assumed_us"]["dma-queues"] > many["modelled_us"] > many["assumed_us"]["dma"]
+
+
+def test_the_summary():
+    rows = [
+        {"error": error, "us": us, "range_us": [1.0, 2.0]}
+        for error, us in ((0.1, 1.5), (-0.3, 2.5), (0.2, 1.0))
+    ]
+    expected = {"kernels": 3, "mean_error": 0.2, "worst": -0.3, "inside": 2}
+    assert course.summary(rows) == pytest.approx(expected)
+
+
+def test_a_folder_without_the_clones_is_refused(clones):
+    with pytest.raises(ValueError, match="must have a clone named xaviergonzalez"):
+        course.run(clones)
