@@ -1,4 +1,4 @@
-"""`python benchmarks course`, on a stand-in of a clone: one kernel whose time depends on a constant."""
+"""`python benchmarks course`, on a stand-in of a clone: a kernel with a constant."""
 
 import pytest
 
@@ -13,7 +13,7 @@ import neuronxcc.nki.language as nl
 
 @nki.jit
 def added(a, b):
-    out = nl.ndarray(a.shape, a.dtype, buffer=nl.hbm)
+    out = nl.ndarray(a.shape, a.dtype, buffer=nl.shared_hbm)
     ROWS = 1
     for m in nl.affine_range(a.shape[0] // ROWS):
         rows = slice(m * ROWS, (m + 1) * ROWS)
