@@ -8,7 +8,7 @@ time has the cost of a launch, `LAUNCH_US`, which kernels do not have here.
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import neuroncore
 from benchmarks.nkibench import module_of
+from neuroncore.dtypes import dtype_of
 from neuroncore.legacy import Finder
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.estimate.served import LAUNCH_US
@@ -157,7 +158,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _modelled(case: TimedSolution, kernel: Any) -> dict[str, Any]:
-    operands = [neuroncore.TensorSpec(shape, case.dtype) for shape in case.shapes]
+    operands = [neuroncore.TensorSpec(shape, dtype_of(case.dtype)) for shape in case.shapes]
     profile = neuroncore.simulate(
         kernel, *operands, target=case.target, mode="trace", capacity="warn"
     ).profile
@@ -174,7 +175,7 @@ def _modelled(case: TimedSolution, kernel: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _beta_dialect() -> Iterator[None]:
+def _beta_dialect() -> Generator[None]:
     finder = Finder(lambda _: None)
     sys.meta_path.append(finder)
     try:

@@ -119,16 +119,17 @@ def _course(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _show_course(rows: list[dict[str, Any]]) -> None:
     cells = [
         [
-            *(row[name] for name in ("author", "name", "target")),
+            row["kernel"],
+            "{} {}".format(*row["constant"]) if row["constant"] else row["dtype"],
+            row["target"],
             f"{row['us']:g}",
-            f"{row['modelled_us']:.1f}",
-            "{:.1f} {:.1f}".format(*row["range_us"]),
+            "{:.0f} {:.0f}".format(*row["range_us"]),
             f"{row['error']:+.0%}",
         ]
         for row in rows
     ]
-    columns = ["author", "kernel", "target", "us", "modelled", "range", "error"]
-    show_table(columns, cells, left=["author", "kernel", "target"])
+    columns = ["kernel", "of", "target", "us", "range", "error"]
+    show_table(columns, cells, left=["kernel", "of", "target"])
 
 
 def _aws(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from neuroncore import core, isa, language, typing
 from neuroncore.kernel import Kernel, RunSettings, run
 from neuroncore.legacy import calls
 from neuroncore.legacy.renaming import rename_overwritten
-from neuroncore.legacy.tiles import Index, IndexGrid, ParDim, Product, Tile
+from neuroncore.legacy.tiles import Index, IndexGrid, ParDim, PendingMatmul, Tile
 from neuroncore.memory.storage import MemoryRegion
 from neuroncore.memory.tensor import NkiTensor
 
@@ -64,7 +64,7 @@ class LegacyKernel(Kernel):
 
         @functools.wraps(function)
         def launched(*args: Any, **kwargs: Any) -> Any:
-            launch, Product.waiting = Programs(self.grid), None
+            launch, PendingMatmul.waiting = Programs(self.grid), None
             core.active("neuronxcc.nki").state["legacy"] = launch
             args = _changed(args, NkiTensor, Tile)
             kwargs = {n: _changed(v, NkiTensor, Tile) for n, v in kwargs.items()}

@@ -16,7 +16,7 @@ from neuroncore.checks.base import refuse
 from neuroncore.dtypes import DType, from_numpy
 from neuroncore.isa.values import raw
 from neuroncore.legacy.names import ON_DATA, SYNONYMS
-from neuroncore.legacy.tiles import PSUM, Box, Index, Mask, ParDim, Product, Tile, TileBlocks
+from neuroncore.legacy.tiles import PSUM, Box, Index, Mask, ParDim, PendingMatmul, Tile, TileBlocks
 from neuroncore.memory.storage import MemoryRegion
 from neuroncore.memory.tensor import NkiTensor
 
@@ -318,7 +318,7 @@ def call(name: str, /, *args: Any, **kwargs: Any) -> Any:
         return issue(run, dst or _result(name, given, dtype), list(given.values()), box)
 
     if name == "nc_matmul" and not has_dst:
-        return Product(lambda dst, accumulate: issued(dst, accumulate=accumulate))
+        return PendingMatmul(lambda dst, accumulate: issued(dst, accumulate=accumulate))
     done = issued(dst)
     return None if has_dst else done
 

@@ -153,7 +153,7 @@ class Tile:
 
     def view(self, box: Box | None = None) -> NkiTensor:
         """The view, with axes in the box cut to it."""
-        Product.flush()
+        PendingMatmul.flush()
         base, box = self.base, box or {}
         if self.places is None:
             for axis, (low, high) in box.items():
@@ -231,7 +231,11 @@ class Tile:
     def __iadd__(self, other: Any) -> Tile:
         from neuroncore.legacy import calls
 
-        if Product.waiting is not None and Product.waiting is other and self.buffer is PSUM:
+        if (
+            PendingMatmul.waiting is not None
+            and PendingMatmul.waiting is other
+            and self.buffer is PSUM
+        ):
             return other.add_to(self)
         storage = self.base.storage
         if storage.initialised or storage.written:
@@ -251,34 +255,34 @@ class Tile:
         return repr(self.view())
 
 
-class Product(Tile):
+class PendingMatmul(Tile):
     """A matmul, which waits for what its result is used for: `psum += nc_matmul(...)` is one.
 
     Anything else that is used before it issues it, so that its operands are what they were.
     """
 
-    waiting: Product | None = None
+    waiting: PendingMatmul | None = None
 
     def __init__(self, multiply: Callable[[Tile | None, bool | None], Tile]) -> None:
         self.multiply, self.places = multiply, None
-        Product.flush()
-        Product.waiting = self
+        PendingMatmul.flush()
+        PendingMatmul.waiting = self
 
     @staticmethod
     def flush() -> None:
         """Issue the matmul that waits, if one does."""
-        if Product.waiting is not None:
-            Product.waiting.base  # noqa: B018 - which computes it
+        if PendingMatmul.waiting is not None:
+            PendingMatmul.waiting.base  # noqa: B018 - which computes it
 
     @functools.cached_property
     def base(self) -> NkiTensor:  # type: ignore[override]
         """The result, in PSUM."""
-        Product.waiting = None
+        PendingMatmul.waiting = None
         return self.multiply(None, None).base
 
     def add_to(self, target: Tile) -> Tile:
         """`target += matmul`, whatever wrote the target: its compiler knows how a sum begins."""
-        Product.waiting = None
+        PendingMatmul.waiting = None
         view = target.view()
         storage, region = view.storage, view.geometry.region
         written = storage.initialised or view.geometry.layout.covers(region, storage.written)
