@@ -1,14 +1,17 @@
-"""Solutions of a course's exercise that students timed on devices, beside their modelled times.
+"""Kernels that students timed on devices, beside their modelled times.
 
 Stanford's CS149 has an exercise in NKI (github.com/stanford-cs149/asst4-trainium2): vectors are
 added, a matrix transposed, a convolution fused with its max-pool. Solutions are public, some with
-the times that their authors measured. They are in the Beta dialect and run interpreted. A measured
-time has the cost of a launch, `LAUNCH_US`, which kernels do not have here.
+the times that their authors measured. Another project
+(github.com/allenkchau/trainium-kernel-fusion) has attention and MLPs with reports of theirs. All
+are in the Beta dialect and run interpreted. A measured time has the cost of a launch, `LAUNCH_US`,
+which kernels do not have here.
 """
 
+import csv
 import re
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
@@ -30,7 +33,7 @@ class TimedSolution(NamedTuple):
         author: of the clone, whose folder has this name.
         file: of the kernel in the clone.
         kernel: its name.
-        us: as measured, with the launch: p99 of `nki.benchmark`, or a profile's whole time.
+        us: as measured, with the launch: p99 or p50 of `nki.benchmark`, or a profile's whole time.
         dtype: of all tensors.
         shapes: of the tensors that it takes.
         constant: a name that the kernel sets, and the number that was measured.
@@ -107,17 +110,44 @@ TIMED: tuple[TimedSolution, ...] = (
     }),
 )  # fmt: skip
 """None was seen before the clock was fitted."""
+_REPORTS = "profiling/reports"
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def reported(clones: Path) -> Iterator[TimedSolution]:
+    """The kernels that allenkchau's reports time, p50, at d709ddf; those of one launch."""
+    author = "allenkchau"
+    reports = clones / author / _REPORTS
+    for row in _rows(reports / "latency_throughput_20260307T073830Z.csv"):
+        shape = 128, int(row["seqlen"])
+        file, us = f"kernels/{row['kernel']}/attention.py", float(row["p50_us"])
+        name, dtype = f"{row['kernel']}_attention", _DTYPES[row["dtype"]]
+        yield TimedSolution(author, file, name, "trn2", us, dtype, (shape,) * 3)
+    for row in _rows(reports / "mlp_latency_throughput_20260310T172309Z.csv"):
+        m, k, n = map(int, row["config"].split("x"))
+        if (name := row["kernel"]) != "baseline":
+            shapes, us = ((k, m), (k, n), (1, n)), float(row["p50_us"])
+            name = name.replace("fused_", "fused_mlp_")
+            dtype = _DTYPES[row["dtype"]]
+            yield TimedSolution(author, "kernels/fused/mlp.py", name, "trn2", us, dtype, shapes)
+
+
+def _rows(table: Path) -> list[dict[str, str]]:
+    if not table.is_file():
+        raise ValueError(f"there is no {table}; clone its repository into a folder of that name")
+    with table.open(newline="") as lines:
+        return list(csv.DictReader(lines))
 
 
 def run(
-    clones: Path, progress: Progress | None = None, cases: tuple[TimedSolution, ...] = TIMED
+    clones: Path, progress: Progress | None = None, cases: tuple[TimedSolution, ...] = ()
 ) -> list[dict[str, Any]]:
     """Trace each kernel with a measured time.
 
     Args:
         clones: a folder with the clones, named by their authors. Their Python is run.
         progress: called with ("trace", done, in all).
-        cases: the kernels.
+        cases: the kernels, instead of `TIMED` and `reported`.
 
     Returns:
         A row each with the fields and the name of a case, and in us with the launch: `modelled_us`,
@@ -128,6 +158,7 @@ def run(
         ValueError: a clone lacks a file.
     """
     rows: list[dict[str, Any]] = []
+    cases = cases or (*TIMED, *reported(clones))
     with _beta_dialect(), TemporaryDirectory() as folder:
         for case in cases:
             source = clones / case.author / case.file

@@ -1,5 +1,7 @@
 """Sections of docs/results.md of what is modelled: whole models and kernels."""
 
+from collections.abc import Callable
+
 from measured import excess, ratio_label
 from plots import image
 from selection import (
@@ -250,24 +252,39 @@ def _of_students() -> str:
 
 
 def course() -> str:
-    """Solutions that students timed beside modelled times, all with a launch."""
-    rows = document("course") or []
+    """Kernels that students timed beside modelled times, all with a launch; a row for a series."""
+    series: dict[str, list[Row]] = {}
+    for row in document("course") or []:
+        title = f"`{row['kernel']}` {row['dtype']}, {row['target']}, {row['author']}"
+        series.setdefault(title, []).append(row)
 
-    def assumed(row: Row, name: str) -> str:
-        us = row["assumed_us"].get(name)
-        return "" if us is None else f"{us / row['us'] - 1:+.0%}"
+    def size(row: Row) -> str:
+        name = "" if row["constant"] is None else "{} {} of ".format(*row["constant"])
+        return name + "x".join(map(str, row["shapes"][0]))
+
+    def inside(row: Row) -> bool:
+        return row["range_us"][0] <= row["us"] <= row["range_us"][1]
+
+    def listed(rows: list[Row], cell: Callable[[Row], str]) -> str:
+        return "<br>".join(map(cell, rows))
 
     return table(
-        ["kernel, by", "us", "modelled (range)", "error", "`rows`", "`dma-queues`"],
+        ["kernel, by", "of", "us", "modelled (range)", "error", "in range"],
         [
             [
-                f"{row['name']}, {row['target']}, {row['author']}",
-                f"{row['us']:,g}",
-                "{:,.0f} ({:,.0f}-{:,.0f})".format(row["modelled_us"], *row["range_us"]),
-                f"{row['error']:+.0%}",
-                *(assumed(row, name) for name in ("dma", "dma-queues")),
+                title,
+                listed(rows, size),
+                listed(rows, lambda row: f"{row['us']:,g}"),
+                listed(
+                    rows,
+                    lambda row: "{:,.0f} ({:,.0f}-{:,.0f})".format(
+                        row["modelled_us"], *row["range_us"]
+                    ),
+                ),
+                listed(rows, lambda row: f"{row['error']:+.0%}"),
+                f"{sum(map(inside, rows))} of {len(rows)}",
             ]
-            for row in rows
+            for title, rows in series.items()
         ],
     )
 

@@ -82,6 +82,29 @@ def biased(x, bias):
 
 
 @nki.jit
+def chained(x):
+    out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
+    tile = nl.ndarray(x.shape, nl.float32, buffer=nl.sbuf)
+    tile[...] = nl.load(x)
+    tile[...] = nisa.tensor_scalar(tile, nl.add, 1.0)
+    tile += nisa.tensor_tensor(tile, tile, nl.multiply)
+    tile[:, 0:4] = nisa.tensor_copy(tile[:, 2:6])
+    most = nl.ndarray((x.shape[0], 2), nl.float32, buffer=nl.sbuf)
+    most[:, 1] = nisa.tensor_reduce(nl.max, tile, axis=1)
+    nisa.dma_copy(dst=out, src=nisa.tensor_scalar(tile, nl.subtract, most[:, 1]))
+    return out
+
+
+@nki.jit
+def copied(x):
+    out = nl.ndarray((8, *x.shape), x.dtype, buffer=nl.shared_hbm)
+    tile = nl.load(x)
+    for i in range(8):
+        nl.store(out[i], nl.copy(tile))
+    return out
+
+
+@nki.jit
 def halves(x):
     out = nl.ndarray((x.shape[0], 2, x.shape[1] // 2), x.dtype, buffer=nl.shared_hbm)
     nl.store(out, nl.load(x).reshape((x.shape[0], 2, x.shape[1] / 2)))
@@ -152,9 +175,7 @@ def test_a_sum_of_matmuls_is_matmuls_alone():
     w, x = whole(32, 8), whole(32, 5, 6, seed=1)
     done = run("summed", w, x)
     equal(done.outputs, np.einsum("km,kij->mij", w, x))
-    assert done.profile.opcodes == {
-        "dma_copy": 5, "nc_matmul": 2, "tensor_copy": 2,
-    }  # fmt: skip
+    assert done.profile.opcodes == {"dma_copy": 5, "nc_matmul": 2, "tensor_copy": 1}
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0])
@@ -170,6 +191,26 @@ def test_a_sum_adds_to_what_is_there(value):
 def test_a_matmul_has_the_operands_of_its_line():
     w, x = whole(16, 8), whole(16, 12, seed=1)
     equal(run("kept", w, x).outputs, w.T @ x)
+
+
+def test_a_result_is_written_where_it_is_assigned():
+    x = whole(16, 12)
+    done = run("chained", x)
+    tile = (x + 1) + (x + 1) ** 2
+    tile[:, :4] = tile[:, 2:6].copy()
+    equal(done.outputs, tile - tile.max(1, keepdims=True))
+    assert done.profile.opcodes == {
+        "dma_copy": 2, "tensor_scalar": 2, "tensor_tensor": 2, "tensor_copy": 2, "tensor_reduce": 1,
+    }  # fmt: skip
+
+
+def test_two_engines_share_copies():
+    x = whole(16, 64)
+    for target, engines in (("trn2", 2), ("trn1", 1)):
+        done = run("copied", x, target=target)
+        equal(done.outputs, np.broadcast_to(x, (8, 16, 64)))
+        busy = [use.busy_ms > 0 for use in done.profile.engines[0] if use.engine != "DMA"]
+        assert sum(busy) == engines
 
 
 def test_a_tile_that_is_overwritten_whole_is_a_new_one():

@@ -58,5 +58,23 @@ def test_the_summary():
 
 
 def test_a_folder_without_the_clones_is_refused(clones):
-    with pytest.raises(ValueError, match="must have a clone named xaviergonzalez"):
+    with pytest.raises(ValueError, match="must have a clone named nobody"):
+        course.run(clones, cases=(case(8)._replace(author="nobody"),))
+    with pytest.raises(ValueError, match=r"there is no .*latency_throughput.*csv; clone its"):
         course.run(clones)
+
+
+def test_reports_are_read(clones):
+    folder = clones / "allenkchau/profiling/reports"
+    folder.mkdir(parents=True)
+    (folder / "latency_throughput_20260307T073830Z.csv").write_text(
+        "dtype,kernel,p50_us,seqlen\nbf16,fused,28.0,512\n"
+    )
+    (folder / "mlp_latency_throughput_20260310T172309Z.csv").write_text(
+        "config,dtype,kernel,p50_us\n128x256x512,fp32,fused_pwl,21.0\n1x1x1,fp32,baseline,9.0\n"
+    )
+    attention, mlp = course.reported(clones)
+    assert attention.name == "fused_attention, 128 x 512 bfloat16"
+    assert attention.file == "kernels/fused/attention.py"
+    assert (mlp.kernel, mlp.us) == ("fused_mlp_pwl", 21)
+    assert mlp.shapes == ((256, 128), (256, 512), (1, 512))

@@ -1,7 +1,8 @@
 """`neuronxcc.nki`, the Beta dialect of NKI, interpreted: its kernels run to compare values.
 
-Each call becomes instructions of `nki.isa` on tiles of the simulated core, with copies that its
-compiler would not make. Times are those of these instructions.
+Each call becomes instructions of `nki.isa` on tiles of the simulated core. Of what its compiler
+does it has: results that are written where they are assigned, sums in PSUM, copies that two engines
+share, tiles renamed. Repeated loads, which that compiler drops, stay.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from neuroncore import core, isa, language, typing
 from neuroncore.kernel import Kernel, RunSettings, run
 from neuroncore.legacy import calls
 from neuroncore.legacy.renaming import rename_overwritten
-from neuroncore.legacy.tiles import Index, IndexGrid, ParDim, PendingMatmul, Tile
+from neuroncore.legacy.tiles import Index, IndexGrid, ParDim, Pending, Tile
 from neuroncore.memory.storage import MemoryRegion
 from neuroncore.memory.tensor import NkiTensor
 
@@ -64,7 +65,7 @@ class LegacyKernel(Kernel):
 
         @functools.wraps(function)
         def launched(*args: Any, **kwargs: Any) -> Any:
-            launch, PendingMatmul.waiting = Programs(self.grid), None
+            launch, Pending.waiting = Programs(self.grid), None
             core.active("neuronxcc.nki").state["legacy"] = launch
             args = _changed(args, NkiTensor, Tile)
             kwargs = {n: _changed(v, NkiTensor, Tile) for n, v in kwargs.items()}
@@ -138,7 +139,9 @@ def _language() -> types.ModuleType:
         affine_range=_range, sequential_range=_range, static_range=_range,
         load=calls.load,
         store=calls.store,
-        copy=functools.partial(calls.unary, language.copy),
+        copy=lambda x, dtype=None, mask=None, **_: calls.call(
+            "tensor_copy", x, dtype=dtype, mask=mask
+        ),
         matmul=calls.matmul,
         transpose=calls.transpose,
         where=calls.where,

@@ -14,9 +14,10 @@ from neuroncore import core as running
 from neuroncore import isa, language
 from neuroncore.checks.base import refuse
 from neuroncore.dtypes import DType, from_numpy
+from neuroncore.hardware import Engine
 from neuroncore.isa.values import raw
 from neuroncore.legacy.names import ON_DATA, SYNONYMS
-from neuroncore.legacy.tiles import PSUM, Box, Index, Mask, ParDim, PendingMatmul, Tile, TileBlocks
+from neuroncore.legacy.tiles import PSUM, Box, Index, Mask, ParDim, Pending, Tile, TileBlocks
 from neuroncore.memory.storage import MemoryRegion
 from neuroncore.memory.tensor import NkiTensor
 
@@ -100,10 +101,19 @@ def issue(call: Callable[..., Any], dst: Tile, operands: list[Any], box: Box) ->
     return dst
 
 
+def deferred(call: Callable[..., Any], result: Tile, operands: list[Any], box: Box) -> Tile:
+    """The result of call(dst, *operands), whose destination its use decides; not within a box."""
+    if box:
+        return issue(call, result, operands, box)
+    return Pending(lambda dst: issue(call, dst, operands, box), result, operands)
+
+
 def assign(target: Tile, value: Any) -> None:
     """`target[...] = value`."""
     if isinstance(value, LoopSum):
         value = binary(value.op, target, value.data)
+    if (waits := Pending.taken(value)) is not None and waits.writes(target):
+        return
     if not isinstance(value, Tile):
         isa.memset(target.view(), value)
         return
@@ -142,7 +152,7 @@ def binary(op: Any, x: Any, y: Any, dtype: Any = None, mask: Mask | None = None)
         def scalar(dst: Any, data: Any) -> None:
             isa.tensor_scalar(dst, data, op, number, reverse0=swap)
 
-        return issue(scalar, tile(data.shape, dtype), [data], box)
+        return deferred(scalar, tile(data.shape, dtype), [data], box)
     x, y = _near(x) if y.buffer is PSUM else x, y
     for swap, (a, b) in enumerate(((x, y), (y, x))):
         if b.shape[0] == a.shape[0] and prod(b.shape[1:]) == 1 < prod(a.shape[1:]):
@@ -152,18 +162,20 @@ def binary(op: Any, x: Any, y: Any, dtype: Any = None, mask: Mask | None = None)
                 isa.tensor_scalar(dst, data, op, number, reverse0=bool(swap))  # noqa: B023
 
             flat = Tile(b.view().reshape((a.shape[0], 1)))
-            return issue(columns, tile(a.shape, dtype), [a, flat], box)
+            return deferred(columns, tile(a.shape, dtype), [a, flat], box)
     shape = np.broadcast_shapes(x.shape, y.shape)
     wide = [v if v.shape == shape else v.broadcast_to(shape) for v in (x, y)]
 
     def elements(dst: Any, a: Any, b: Any) -> None:
         isa.tensor_tensor(dst, a, b, op)
 
-    return issue(elements, tile(shape, dtype), wide, box)
+    return deferred(elements, tile(shape, dtype), wide, box)
 
 
 def unary(function: Any, x: Any, dtype: Any = None, mask: Mask | None = None) -> Tile:
     """A function of `nl` of one tile, such as `nl.exp`."""
+    if not mask and x.ndim <= _MOST:
+        return Tile(function(x.view(), dtype_of(dtype) or x.dtype))
     result = tile(x.shape, dtype_of(dtype) or x.dtype)
 
     def run(dst: Any, data: Any) -> None:
@@ -188,16 +200,22 @@ def reduced(
     ones = [1] * (len(axes) if keepdims else int(len(kept) == 1))
     dst = tile([*[x.shape[d] for d in kept], *ones], dtype_of(dtype) or x.dtype)
     cut = {i - dst.ndim: box[d - x.ndim] for i, d in enumerate(kept) if d - x.ndim in box}
-    view = x.view(box).permute((*kept, *axes))
     last = tuple(range(len(kept), x.ndim))
-    isa.tensor_reduce(dst.view(cut), op_of(op), view, last, negate=negate, keepdims=keepdims)
+
+    def issued(dst: Tile) -> None:
+        view = x.view(box).permute((*kept, *axes))
+        isa.tensor_reduce(dst.view(cut), op_of(op), view, last, negate=negate, keepdims=keepdims)
+
+    if not mask:
+        return Pending(issued, dst, [x])
+    issued(dst)
     return dst
 
 
 def load(src: Tile, *, mask: Mask | None = None, dtype: Any = None, **_: Any) -> Tile:
     """`nl.load`."""
     result = tile(src.shape, dtype_of(dtype) or src.dtype)
-    return issue(isa.dma_copy, result, [src], mask.box() if mask else {})
+    return deferred(isa.dma_copy, result, [src], mask.box() if mask else {})
 
 
 def store(dst: Tile, value: Any, *, mask: Mask | None = None, **_: Any) -> None:
@@ -284,6 +302,20 @@ def _result(name: str, given: dict[str, Any], dtype: Any) -> Tile:
     )
 
 
+def _less_busy() -> Any:
+    """The engine for a copy, VectorE or ScalarE: its compiler has both share them."""
+    core = running.active("nisa.tensor_copy")
+    if not core.machine.has("scalar_copies"):
+        return isa.vector_engine
+    busy, seen = core.state.setdefault("legacy busy", ({}, [0]))
+    for template, *_ in core.trace.records[seen[0] :]:
+        if (engine := template.engine) in (Engine.VECTOR, Engine.SCALAR):
+            busy[engine] = busy.get(engine, 0.0) + core.machine.ns(engine, template.cycles)
+    seen[0] = len(core.trace.records)
+    scalar_less = busy.get(Engine.SCALAR, 0.0) < busy.get(Engine.VECTOR, 0.0)
+    return isa.scalar_engine if scalar_less else isa.vector_engine
+
+
 def _elements(x: Tile) -> int:
     """Of each partition."""
     return prod(x.shape[1:])
@@ -309,18 +341,22 @@ def call(name: str, /, *args: Any, **kwargs: Any) -> Any:
     if name == "nc_matmul" and mask:
         refuse("nc_matmul: mask= has axes of three kinds; slice its operands")
     has_dst = isinstance(given.get("dst"), Tile)
-    dst = given.pop("dst") if has_dst else None
+    dst = given.pop("dst") if has_dst else _result(name, given, dtype)
+    operands = list(given.values())
 
-    def issued(dst: Tile | None, **options: Any) -> Tile:
+    def issued(dst: Tile, **options: Any) -> None:
+        if name == "tensor_copy" and "engine" not in given:
+            options["engine"] = _less_busy()
+
         def run(dst: Any, *operands: Any) -> None:
             function(dst=dst, **dict(zip(given, operands, strict=True)), **options)
 
-        return issue(run, dst or _result(name, given, dtype), list(given.values()), box)
+        issue(run, dst, operands, box)
 
-    if name == "nc_matmul" and not has_dst:
-        return PendingMatmul(lambda dst, accumulate: issued(dst, accumulate=accumulate))
-    done = issued(dst)
-    return None if has_dst else done
+    if not has_dst and not mask:
+        return Pending(issued, dst, operands, name == "nc_matmul")
+    issued(dst)
+    return None if has_dst else dst
 
 
 @functools.cache

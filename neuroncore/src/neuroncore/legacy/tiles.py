@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator
@@ -153,7 +152,7 @@ class Tile:
 
     def view(self, box: Box | None = None) -> NkiTensor:
         """The view, with axes in the box cut to it."""
-        PendingMatmul.flush()
+        Pending.flush()
         base, box = self.base, box or {}
         if self.places is None:
             for axis, (low, high) in box.items():
@@ -221,7 +220,10 @@ class Tile:
     def __setitem__(self, key: Any, value: Any) -> None:
         from neuroncore.legacy import calls
 
+        waits = Pending.taken(value)
         target = self[key]
+        if waits is not None and waits.writes(target):
+            return
         if value.__class__ is Tile and value.view() is not None:
             a, b = target.view(), value.view()
             if a.storage is b.storage and a.geometry is b.geometry:
@@ -231,12 +233,8 @@ class Tile:
     def __iadd__(self, other: Any) -> Tile:
         from neuroncore.legacy import calls
 
-        if (
-            PendingMatmul.waiting is not None
-            and PendingMatmul.waiting is other
-            and self.buffer is PSUM
-        ):
-            return other.add_to(self)
+        if (waits := Pending.taken(other)) is not None and waits.adds_to(self):
+            return self
         storage = self.base.storage
         if storage.initialised or storage.written:
             other = calls.binary(nl.add, self, other)
@@ -255,40 +253,86 @@ class Tile:
         return repr(self.view())
 
 
-class PendingMatmul(Tile):
-    """A matmul, which waits for what its result is used for: `psum += nc_matmul(...)` is one.
+class Pending(Tile):
+    """An instruction, which waits for where its result goes: `tile[...] = nisa.f(...)` is one.
 
-    Anything else that is used before it issues it, so that its operands are what they were.
+    Anything else that is used before issues it, so that its operands are what they were.
     """
 
-    waiting: PendingMatmul | None = None
+    waiting: Pending | None = None
 
-    def __init__(self, multiply: Callable[[Tile | None, bool | None], Tile]) -> None:
-        self.multiply, self.places = multiply, None
-        PendingMatmul.flush()
-        PendingMatmul.waiting = self
+    def __init__(
+        self, issue: Callable[..., Any], result: Tile, operands: list[Any], is_sum: bool = False
+    ) -> None:
+        Pending.flush()
+        self.issue, self.result, self.operands, self.is_sum = issue, result, operands, is_sum
+        self.places, self.issued = None, False
+        Pending.waiting = self
 
     @staticmethod
     def flush() -> None:
-        """Issue the matmul that waits, if one does."""
-        if PendingMatmul.waiting is not None:
-            PendingMatmul.waiting.base  # noqa: B018 - which computes it
+        """Issue the instruction that waits, if one does."""
+        if Pending.waiting is not None:
+            Pending.waiting.base  # noqa: B018 - which issues it
 
-    @functools.cached_property
+    @staticmethod
+    def taken(value: Any) -> Pending | None:
+        """The value, if it still waits; now whoever has it issues it."""
+        if Pending.waiting is None or Pending.waiting is not value:
+            return None
+        waits, Pending.waiting = Pending.waiting, None
+        return waits
+
+    @property
     def base(self) -> NkiTensor:  # type: ignore[override]
-        """The result, in PSUM."""
-        PendingMatmul.waiting = None
-        return self.multiply(None, None).base
+        """The result, in a tile of its own."""
+        if not self.issued:
+            self.issued = True
+            if Pending.waiting is self:
+                Pending.waiting = None
+            self.issue(self.result)
+        return self.result.base
 
-    def add_to(self, target: Tile) -> Tile:
-        """`target += matmul`, whatever wrote the target: its compiler knows how a sum begins."""
-        PendingMatmul.waiting = None
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the result."""
+        return self.result.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Of the result."""
+        return self.result.dtype
+
+    @property
+    def buffer(self) -> Any:
+        """Where an own tile of the result lies."""
+        return self.result.buffer
+
+    def writes(self, target: Tile) -> bool:
+        """Issue it to the target, if its engine reaches that and rounds as before."""
+        result, storage = self.result, target.base.storage
+        reaches = target.buffer.on_chip and (result.buffer is not PSUM or target.buffer is PSUM)
+        alike = target.shape[0] == result.shape[0] and prod(target.shape) == prod(result.shape)
+        rounds = result.dtype in (target.dtype, nl.float32)
+        same = [o.view() for o in self.operands if isinstance(o, Tile)]
+        place = target.view().geometry
+        own = any(v.storage is storage and v.geometry is not place for v in same)
+        if not (reaches and alike and rounds) or own:
+            return False
+        self.issue(target, accumulate=False) if self.is_sum else self.issue(target)
+        return True
+
+    def adds_to(self, target: Tile) -> bool:
+        """Issue a matmul as `target += matmul`: its compiler knows how a sum begins."""
+        if not self.is_sum or target.buffer is not PSUM:
+            return False
         view = target.view()
         storage, region = view.storage, view.geometry.region
         written = storage.initialised or view.geometry.layout.covers(region, storage.written)
         if written:
             storage.summed.add(region)
-        return self.multiply(target, written or None)
+        self.issue(target, accumulate=written or None)
+        return True
 
 
 class TileBlocks:
