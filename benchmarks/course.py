@@ -14,7 +14,7 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -178,11 +178,12 @@ def run(
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """`kernels`, their `mean_error`, the `worst`, and how many lie `inside` their range."""
+    """`kernels`, `mean_error`, `median_error`, `worst`, and how many lie `inside` their range."""
     errors = [row["error"] for row in rows]
     return {
         "kernels": len(rows),
         "mean_error": mean(map(abs, errors)),
+        "median_error": median(map(abs, errors)),
         "worst": max(errors, key=abs),
         "inside": sum(row["range_us"][0] <= row["us"] <= row["range_us"][1] for row in rows),
     }

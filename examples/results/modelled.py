@@ -245,9 +245,9 @@ def _of_students() -> str:
         return ""
     found = summary(rows)
     return (
-        f" On {found['kernels']} times that students measured on trn1 and trn2, with a launch, it "
-        f"is {found['mean_error']:.0%} (worst {found['worst']:+.0%}), and {found['inside']} lie in "
-        "their range."
+        f" On {found['kernels']} times that students measured on trn1 and trn2, with a launch, the "
+        f"median error is {found['median_error']:.0%}, the mean {found['mean_error']:.0%} (worst "
+        f"{found['worst']:+.0%}), and {found['inside']} lie in their range."
     )
 
 

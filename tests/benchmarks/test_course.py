@@ -53,7 +53,7 @@ def test_the_summary():
         {"error": error, "us": us, "range_us": [1.0, 2.0]}
         for error, us in ((0.1, 1.5), (-0.3, 2.5), (0.2, 1.0))
     ]
-    expected = {"kernels": 3, "mean_error": 0.2, "worst": -0.3, "inside": 2}
+    expected = {"kernels": 3, "mean_error": 0.2, "median_error": 0.2, "worst": -0.3, "inside": 2}
     assert course.summary(rows) == pytest.approx(expected)
 
 
