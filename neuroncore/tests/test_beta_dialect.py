@@ -105,6 +105,26 @@ def copied(x):
 
 
 @nki.jit
+def reloaded(x, weights, rounds):
+    out = nl.ndarray((rounds, *x.shape), x.dtype, buffer=nl.shared_hbm)
+    for i in nl.affine_range(rounds):
+        total = nl.load(x)
+        for row in nl.affine_range(weights.shape[0] // 128):
+            total += nl.load(weights[row * 128:(row + 1) * 128])
+        nl.store(out[i], total)
+    return out
+
+
+@nki.jit
+def updated(x):
+    out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
+    nl.store(out, nl.load(x))
+    nl.store(out, nl.multiply(nl.load(out), 2.0))
+    nl.store(out, nl.add(nl.load(out), 1.0))
+    return out
+
+
+@nki.jit
 def halves(x):
     out = nl.ndarray((x.shape[0], 2, x.shape[1] // 2), x.dtype, buffer=nl.shared_hbm)
     nl.store(out, nl.load(x).reshape((x.shape[0], 2, x.shape[1] / 2)))
@@ -221,6 +241,25 @@ def test_a_tile_that_is_overwritten_whole_is_a_new_one():
     assert outside.profile.time_ms == pytest.approx(inside.profile.time_ms, rel=0.02)
     idle = {use.engine: use.busy_ms for use in outside.profile.engines[0]}
     assert idle["GpSimdE"] > 0  # zeros in SBUF
+
+
+@pytest.mark.parametrize(
+    ("tiles", "columns", "loads"),
+    [(4, 64, 5), (2, 10_000, 3), (4, 10_000, 3 * 5)],  # of 40 KB of a partition three have room
+)
+def test_what_sbuf_still_has_is_not_loaded_again(tiles, columns, loads):
+    x, weights = whole(128, columns), whole(tiles * 128, columns, seed=1)
+    done = run("reloaded", x, weights, 3)
+    total = x + weights.reshape(tiles, 128, columns).sum(0)
+    equal(done.outputs, np.broadcast_to(total, (3, 128, columns)))
+    assert done.profile.opcodes["dma_copy"] == loads + 3
+
+
+def test_what_was_written_since_is_loaded_again():
+    x = whole(16, 12)
+    done = run("updated", x)
+    equal(done.outputs, 2 * x + 1)
+    assert done.profile.opcodes["dma_copy"] == 6
 
 
 def test_a_column_is_added_to_a_tile_of_three_dimensions():

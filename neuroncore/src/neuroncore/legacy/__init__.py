@@ -21,7 +21,7 @@ from typing import Any
 from neuroncore import core, isa, language, typing
 from neuroncore.kernel import Kernel, RunSettings, run
 from neuroncore.legacy import calls
-from neuroncore.legacy.renaming import rename_overwritten
+from neuroncore.legacy.renaming import as_values
 from neuroncore.legacy.tiles import Index, IndexGrid, ParDim, Pending, Tile
 from neuroncore.memory.storage import MemoryRegion
 from neuroncore.memory.tensor import NkiTensor
@@ -70,7 +70,8 @@ class LegacyKernel(Kernel):
             args = _changed(args, NkiTensor, Tile)
             kwargs = {n: _changed(v, NkiTensor, Tile) for n, v in kwargs.items()}
             result = launch.run(lambda: function(*args, **kwargs))
-            rename_overwritten(core.active("neuronxcc.nki").trace)
+            on = core.active("neuronxcc.nki")
+            as_values(on.trace, on.machine)
             return _changed(result, Tile, lambda t: t.view())
 
         super().__init__(launched)

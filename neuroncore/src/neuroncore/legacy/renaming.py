@@ -1,31 +1,112 @@
-"""What the compiler of the Beta dialect does with tiles: what is overwritten whole is a new one.
+"""What the compiler of the Beta dialect does with tiles: its tensors are values.
 
-Its tensors are values: a loop that loads into one tile runs ahead as if each iteration had its own.
-A convolution that its author timed on trn2 at 3.83 ms in fp32 and 0.82 in fp16 is modelled at 11.2
-and 6.3 without this (docs/benchmarks.md, "Students' kernels on the simulated core").
+What is overwritten whole is a new tile, so a loop that loads into one runs ahead as if each
+iteration had its own: a convolution that its author timed on trn2 at 3.83 ms in fp32 and 0.82 in
+fp16 is modelled at 11.2 and 6.3 without this. And what is loaded stays as long as SBUF has room:
+MLPs in bf16 did the program's loads of 176 MB at 610 GB/s, which no DMA engines carry, where all
+fits, and those of 688 MB at 440 where the weights do not (docs/benchmarks.md, "Students' kernels on
+the simulated core").
 """
 
 from __future__ import annotations
 
-from neuroncore.memory.storage import Storage
-from neuroncore.timing.trace import Trace
+from collections import Counter, OrderedDict
+from itertools import accumulate
+from typing import Any
+
+from neuroncore.hardware import Machine
+from neuroncore.memory.storage import MemoryRegion, Storage
+from neuroncore.timing.trace import Record, Trace
 
 
-def rename_overwritten(trace: Trace) -> None:
-    """Give what an instruction overwrites whole, on chip, memory of its own from there on."""
+def as_values(trace: Trace, machine: Machine) -> None:
+    """Rename tiles that are overwritten whole, and drop loads of what SBUF still has."""
+    renamed = _renamed(trace.records)
+    loads = _loads(renamed)
+    room = machine.usable_sbuf_bytes - _peak(renamed, {*loads})
+    again = _repeated(loads, room)
+    records: list[Record] = []
+    for template, storages, code, line in renamed:
+        if storages[0] not in again or storages[0] not in loads or template.dma is None:
+            moved = tuple([again.get(s, s) for s in storages])
+            records.append((template, moved, code, line))
+    if _peak(records, set()) > machine.usable_sbuf_bytes:
+        records = renamed
+    known = {*trace.storages}
+    for _, storages, _, _ in records:
+        for s in storages:
+            s.first = s.last = -1
+            if s not in known:
+                known.add(s)
+                trace.storages.append(s)
+    for number, (_, storages, _, _) in enumerate(records):
+        for s in storages:
+            s.first, s.last = (number if s.first < 0 else s.first), number
+    trace.records[:] = records
+
+
+def _renamed(records: list[Record]) -> list[Record]:
+    """The records where what is overwritten whole, on chip, has memory of its own from there on."""
     now: dict[Storage, Storage] = {}
-    last: dict[Storage, int] = {}
-    for number, (template, storages, code, line) in enumerate(trace.records):
+    seen: set[Storage] = set()
+    found: list[Record] = []
+    for template, storages, code, line in records:
         renamed = [now.get(s, s) for s in storages]
         for at in range(template.writes):
             old = storages[at]
             kept = template.reads_dst or template.dynamic or old.address or not old.memory.on_chip
-            if template.regions[at] == 0 and not kept and renamed[at] in last:
+            if template.regions[at] == 0 and not kept and renamed[at] in seen:
                 renamed[at] = now[old] = fresh = Storage(old.layout, old.name)
                 fresh.code, fresh.line, fresh.store = old.code, old.line, old.store
-                fresh.initialised, fresh.first = True, number
-                trace.storages.append(fresh)
-        last.update(dict.fromkeys(renamed, number))
-        trace.records[number] = template, tuple(renamed), code, line
-    for storage, number in last.items():
-        storage.last = number
+                fresh.initialised = True
+        seen.update(renamed)
+        found.append((template, tuple(renamed), code, line))
+    return found
+
+
+def _loads(records: list[Record]) -> dict[Storage, Any]:
+    """Tiles that a load alone fills, with what it loads; from what nothing writes."""
+    writes = Counter(s for template, storages, _, _ in records for s in storages[: template.writes])
+    found: dict[Storage, Any] = {}
+    for template, storages, _, _ in records:
+        if template.dma is None or template.dynamic or len(storages) != 2:
+            continue
+        tile, source = storages
+        if tile.memory is not MemoryRegion.sbuf or source.memory.on_chip or template.regions[0]:
+            continue
+        if writes[tile] == 1 and not writes[source]:
+            found[tile] = source, template.regions[1], tile.layout, template.dma
+    return found
+
+
+def _repeated(loads: dict[Storage, Any], room: int) -> dict[Storage, Storage]:
+    """Tiles whose contents another one still has, with that one.
+
+    So many bytes of a partition have room; what was used longest ago goes first.
+    """
+    kept: OrderedDict[Any, Storage] = OrderedDict()
+    found: dict[Storage, Storage] = {}
+    for tile, contents in loads.items():
+        if contents in kept:
+            found[tile] = kept[contents]
+            kept.move_to_end(contents)
+            continue
+        kept[contents] = tile
+        room -= tile.bytes
+        while kept and room < 0:
+            room += kept.popitem(last=False)[1].bytes
+    return found
+
+
+def _peak(records: list[Record], without: set[Storage]) -> int:
+    """Most bytes of a partition that tiles in SBUF take at once, some left out."""
+    ends: dict[Storage, tuple[int, int]] = {}
+    for number, (_, storages, _, _) in enumerate(records):
+        for s in storages:
+            if s.memory is MemoryRegion.sbuf and s not in without:
+                ends[s] = ends.get(s, (number, number))[0], number
+    change = Counter[int]()
+    for s, (begin, end) in ends.items():
+        change[begin] += s.bytes
+        change[end + 1] -= s.bytes
+    return max(accumulate(change[n] for n in sorted(change)), default=0)
