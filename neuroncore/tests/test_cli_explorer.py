@@ -105,6 +105,20 @@ def test_a_summary_of_a_device(run, profile, folder):
     assert f" {ours['time_ms']:.4g}" in page
 
 
+def test_a_whole_profile_of_neuron_profile_has_its_summary(run, profile, folder, tmp_path):
+    path, _ = profile
+    (summary,) = json.loads((folder / "measured.json").read_text()).values()
+    whole = tmp_path / "whole.json"
+    whole.write_text(json.dumps({"summary": [summary], "instruction": [{"label": "Vector"}]}))
+    of_summary, of_whole = (
+        run("compare", path, other, "--json").document()
+        for other in (folder / "measured.json", whole)
+    )
+    assert fields(of_whole) == fields(of_summary)
+    whole.write_text(json.dumps({"summary": [summary, summary]}))
+    assert "neither" in run("compare", path, whole).err
+
+
 def test_a_written_summary_says_what_its_profile_says(run, profile, folder):
     """Both are PROFILE, and either may come second."""
     path, _ = profile
@@ -202,7 +216,7 @@ def test_summaries_that_are_refused(run, folder, tmp_path, change, words):
         ("[]", ["holds a list"]),
         ("{}", ["neither", "summary-json of one run"]),
         ('{"a": {}, "b": {}}', ["summary-json of one run"]),
-        ('{"summary": [{"total_time": 1}]}', ["summary-json of one run"]),
+        ('{"summary": [{"total_time": 1}, {}]}', ["summary-json of one run"]),
         ('{"modelled": true, "kernels": []}', ["no profile of one kernel", "'cores'", "again"]),
         ('{"modelled": true, "cores": []}', ["lacks 'kernel'"]),
         ('{"modelled": true, "cores": 1}', ["another type"]),

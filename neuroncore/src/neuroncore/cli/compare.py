@@ -37,8 +37,9 @@ def add(commands: Any) -> None:
         "other",
         type=Path,
         metavar="SUMMARY.json|DIR",
-        help="what `neuron-explorer view --output-format summary-json` printed, the directory of "
-        "its parquet files (needs pyarrow), or another PROFILE",
+        help="what `neuron-explorer view --output-format summary-json` printed, or `neuron-profile "
+        "view --output-format json`, the directory of its parquet files (needs pyarrow), or "
+        "another PROFILE",
     )
 
 

@@ -103,7 +103,7 @@ def save(document: Mapping[str, Any], path: Path) -> None:
 
 
 def read(path: Path) -> Summary:
-    """A profile of `simulate --json`, a summary-json, or a directory of neuron-explorer's parquet.
+    """A profile of `simulate --json`, summary-json, neuron-profile's json, a directory of parquet.
 
     Raises:
         OSError: the file cannot be opened.
@@ -117,7 +117,8 @@ def read(path: Path) -> Summary:
     document = _json(path)
     if document.get("modelled") is True:
         return _summary(path, *_simulated(path, document))
-    sessions = list(document.values())
+    whole = document.get("summary")  # of neuron-profile's json, which has each instruction, too
+    sessions = whole if isinstance(whole, list) else list(document.values())
     if len(sessions) != 1 or not isinstance(sessions[0], dict):
         _refuse(path, "is neither `simulate --json` of one kernel nor summary-json of one run")
     return _summary(path, sessions[0], None)
