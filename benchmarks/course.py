@@ -177,6 +177,12 @@ def run(
     return rows
 
 
+def inside(row: dict[str, Any]) -> bool:
+    """Whether the measured time lies in the range of all that is not known."""
+    low, high = row["range_us"]
+    return low <= row["us"] <= high
+
+
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     """`kernels`, `mean_error`, `median_error`, `worst`, and how many lie `inside` their range."""
     errors = [row["error"] for row in rows]
@@ -185,7 +191,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
         "mean_error": mean(map(abs, errors)),
         "median_error": median(map(abs, errors)),
         "worst": max(errors, key=abs),
-        "inside": sum(row["range_us"][0] <= row["us"] <= row["range_us"][1] for row in rows),
+        "inside": sum(map(inside, rows)),
     }
 
 

@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
     command.add_argument("variants", type=Path, metavar="KDA", help="Jerry2423/kda-for-trainium")
     command.add_argument("nkibench", type=Path, metavar="ACCELOPT", help="zhang677/AccelOpt")
 
-    description = "solutions of a course's exercise that students timed, beside modelled times"
+    description = "kernels that students timed on devices, beside modelled times"
     command = add_command(commands, "course", _course, _show_course, description)
     command.add_argument(
         "clones", type=Path, metavar="CLONES", help="a folder of the clones, named by their owners"

@@ -17,7 +17,7 @@ from selection import (
 from sources import PAPER_RUN, SHOWN, TARGET, WHOLE, read, whole_command
 from writing import number, ranged, span, table
 
-from benchmarks.course import summary
+from benchmarks.course import inside, summary
 from benchmarks.nkibench import FITTED, score
 from benchmarks.published import scores
 from neuroncore.hardware import DMA_MODELS
@@ -261,9 +261,6 @@ def course() -> str:
     def size(row: Row) -> str:
         name = "" if row["constant"] is None else "{} {} of ".format(*row["constant"])
         return name + "x".join(map(str, row["shapes"][0]))
-
-    def inside(row: Row) -> bool:
-        return row["range_us"][0] <= row["us"] <= row["range_us"][1]
 
     def listed(rows: list[Row], cell: Callable[[Row], str]) -> str:
         return "<br>".join(map(cell, rows))

@@ -96,6 +96,25 @@ def chained(x):
 
 
 @nki.jit
+def named(w, x):
+    out = nl.ndarray((3, w.shape[1], x.shape[1]), x.dtype, buffer=nl.shared_hbm)
+    a, b = nl.load(w), nl.load(x)
+    acc = nl.zeros(out.shape[1:], nl.float32, buffer=nl.psum)
+    product = nisa.nc_matmul(a, b)
+    acc += product
+    b[...] = nl.load(x)
+    b[...] = nisa.tensor_scalar(b, nl.multiply, 0.0)
+    nl.store(out[0], product)
+    tile = nl.ndarray(out.shape[1:], x.dtype, buffer=nl.sbuf)
+    doubled = nisa.tensor_scalar(acc, nl.multiply, 2.0)
+    tile[...] = doubled
+    tile[...] = nisa.tensor_scalar(tile, nl.add, 1.0)
+    nl.store(out[1], tile)
+    nl.store(out[2], doubled)
+    return out
+
+
+@nki.jit
 def copied(x):
     out = nl.ndarray((8, *x.shape), x.dtype, buffer=nl.shared_hbm)
     tile = nl.load(x)
@@ -222,6 +241,12 @@ def test_a_result_is_written_where_it_is_assigned():
     assert done.profile.opcodes == {
         "dma_copy": 2, "tensor_scalar": 2, "tensor_tensor": 2, "tensor_copy": 2, "tensor_reduce": 1,
     }  # fmt: skip
+
+
+def test_a_result_with_a_name_is_kept_where_it_was_used():
+    w, x = whole(16, 8), whole(16, 12, seed=1)
+    product = w.T @ x
+    equal(run("named", w, x).outputs, np.stack([product, 2 * product + 1, 2 * product]))
 
 
 def test_two_engines_share_copies():

@@ -2,7 +2,7 @@
 
 Each call becomes instructions of `nki.isa` on tiles of the simulated core. Of what its compiler
 does it has: results that are written where they are assigned, sums in PSUM, copies that two engines
-share, tiles renamed. Repeated loads, which that compiler drops, stay.
+share, tiles renamed, and no load of what SBUF still has.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import Any
 from neuroncore import core, isa, language, typing
 from neuroncore.kernel import Kernel, RunSettings, run
 from neuroncore.legacy import calls
+from neuroncore.legacy.indices import Index, IndexGrid
 from neuroncore.legacy.renaming import as_values
-from neuroncore.legacy.tiles import Index, IndexGrid, ParDim, Pending, Tile
+from neuroncore.legacy.tiles import ParDim, Pending, Tile
 from neuroncore.memory.storage import MemoryRegion
 from neuroncore.memory.tensor import NkiTensor
 
@@ -65,7 +66,8 @@ class LegacyKernel(Kernel):
 
         @functools.wraps(function)
         def launched(*args: Any, **kwargs: Any) -> Any:
-            launch, Pending.waiting = Programs(self.grid), None
+            Pending.forget()
+            launch = Programs(self.grid)
             core.active("neuronxcc.nki").state["legacy"] = launch
             args = _changed(args, NkiTensor, Tile)
             kwargs = {n: _changed(v, NkiTensor, Tile) for n, v in kwargs.items()}

@@ -16,8 +16,9 @@ from neuroncore.checks.base import refuse
 from neuroncore.dtypes import DType, from_numpy
 from neuroncore.hardware import Engine
 from neuroncore.isa.values import raw
+from neuroncore.legacy.indices import Box, Index, Mask
 from neuroncore.legacy.names import ON_DATA, SYNONYMS
-from neuroncore.legacy.tiles import PSUM, Box, Index, Mask, ParDim, Pending, Tile, TileBlocks
+from neuroncore.legacy.tiles import PSUM, ParDim, Pending, Tile, TileBlocks
 from neuroncore.memory.storage import MemoryRegion
 from neuroncore.memory.tensor import NkiTensor
 
@@ -94,6 +95,7 @@ def pieces(views: list[Any]) -> list[list[Any]]:
 
 def issue(call: Callable[..., Any], dst: Tile, operands: list[Any], box: Box) -> Tile:
     """call(dst, *operands) within the box."""
+    Pending.before_write(dst.base.storage)
     if all(high > low for low, high in box.values()):
         views = [o.view(box) if isinstance(o, Tile) else o for o in (dst, *operands)]
         for piece in pieces(views):
@@ -115,7 +117,7 @@ def assign(target: Tile, value: Any) -> None:
     if (waits := Pending.taken(value)) is not None and waits.writes(target):
         return
     if not isinstance(value, Tile):
-        isa.memset(target.view(), value)
+        issue(lambda dst: isa.memset(dst, value), target, [], {})
         return
     shape = target.shape
     if value.shape != shape and prod(value.shape) != prod(shape):
@@ -203,6 +205,7 @@ def reduced(
     last = tuple(range(len(kept), x.ndim))
 
     def issued(dst: Tile) -> None:
+        Pending.before_write(dst.base.storage)
         view = x.view(box).permute((*kept, *axes))
         isa.tensor_reduce(dst.view(cut), op_of(op), view, last, negate=negate, keepdims=keepdims)
 

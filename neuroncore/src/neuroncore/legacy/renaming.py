@@ -27,7 +27,7 @@ def as_values(trace: Trace, machine: Machine) -> None:
     again = _repeated(loads, room)
     records: list[Record] = []
     for template, storages, code, line in renamed:
-        if storages[0] not in again or storages[0] not in loads or template.dma is None:
+        if storages[0] not in again:  # else it is the load, which alone writes the tile
             moved = tuple([again.get(s, s) for s in storages])
             records.append((template, moved, code, line))
     if _peak(records, set()) > machine.usable_sbuf_bytes:

@@ -1,145 +1,28 @@
-"""Tiles of the Beta dialect: affine indices, masks, block dimensions and Python operators."""
+"""Tiles of the Beta dialect: block dimensions, Python operators, results that wait for a place."""
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from math import prod
 from types import EllipsisType
-from typing import Any
+from typing import Any, ClassVar
 
+from neuroncore import isa
 from neuroncore import language as nl
 from neuroncore.checks.base import refuse
+from neuroncore.legacy.indices import Box, Index, IndexGrid
 from neuroncore.legacy.names import OPERATORS
-from neuroncore.memory.storage import MemoryRegion
+from neuroncore.memory.storage import MemoryRegion, Storage
 from neuroncore.memory.tensor import NkiTensor
 
 PSUM = MemoryRegion.psum
-Box = dict[int, tuple[int, int]]
-"""Begin and end of axes, which are counted from the last, -1."""
 
 
 class ParDim(int):
     """`nl.par_dim(n)`: the size of the dimension that is the partition."""
-
-
-class Index:
-    """An affine index: offset + the sum of coefficient * place on an axis of the tile.
-
-    `terms` has (coefficient, size) of each axis; axes are counted from the last, -1.
-    """
-
-    def __init__(self, offset: int, terms: dict[int, tuple[int, int]]) -> None:
-        self.offset, self.terms = offset, terms
-
-    def __getitem__(self, key: Any) -> Index:
-        """`nl.arange(n)[:, None]`: the axis at the place of the colon."""
-        places = list(key) if isinstance(key, tuple) else [key]
-        colons = [i for i, k in enumerate(places) if k == slice(None)]
-        if len(colons) != 1 or [*self.terms] != [-1] or len(places) - places.count(None) != 1:
-            refuse(f"nl.arange takes one colon and None for the other axes; got {key!r}")
-        return Index(self.offset, {colons[0] - len(places): self.terms[-1]})
-
-    def _sum(self, other: Any, sign: int = 1) -> Any:
-        if isinstance(other, Index):
-            terms = dict(self.terms)
-            for axis, (step, size) in other.terms.items():
-                before, own = terms.get(axis, (0, size))
-                if own != size:
-                    refuse(f"indices of {own} and {size} places meet on one axis")
-                terms[axis] = (before + sign * step, size)
-            return Index(self.offset + sign * other.offset, terms)
-        return Index(self.offset + sign * operator.index(other), self.terms)
-
-    def __mul__(self, factor: Any) -> Index:
-        factor = operator.index(factor)
-        terms = {axis: (factor * step, size) for axis, (step, size) in self.terms.items()}
-        return Index(factor * self.offset, terms)
-
-    __rmul__ = __mul__
-    __add__ = __radd__ = _sum
-
-    def __sub__(self, other: Any) -> Index:
-        return self._sum(other, -1)
-
-    def __rsub__(self, other: Any) -> Index:
-        return (self * -1)._sum(other)
-
-    # a mask is a list of indices that must not be negative
-
-    def __ge__(self, other: Any) -> Mask:
-        return Mask([self - other])
-
-    def __gt__(self, other: Any) -> Mask:
-        return Mask([self - other - 1])
-
-    def __le__(self, other: Any) -> Mask:
-        return Mask([other - self])
-
-    def __lt__(self, other: Any) -> Mask:
-        return Mask([other - self - 1])
-
-    def ends(self, box: Box) -> tuple[int, int]:
-        """The smallest and the largest place, where axes in the box are cut to it."""
-        reach = []
-        for axis, (step, size) in self.terms.items():
-            low, high = box.get(axis, (0, size))
-            reach.append((step * low, step * (high - 1)))
-        lows, highs = [min(r) for r in reach], [max(r) for r in reach]
-        return self.offset + sum(lows), self.offset + sum(highs)
-
-
-class Mask:
-    """A conjunction of comparisons of indices."""
-
-    def __init__(self, parts: list[Index]) -> None:
-        self.parts = parts
-
-    def __and__(self, other: Mask) -> Mask:
-        return Mask(self.parts + other.parts)
-
-    def box(self) -> Box:
-        """The box of axes where it holds. Refused where that is no box."""
-        box: Box = {}
-        for part in self.parts:
-            moving = [axis for axis, (step, _) in part.terms.items() if step]
-            if len(moving) > 1:
-                if part.ends({})[0] < 0:
-                    refuse("this mask is no box of indices; only affine_select takes it")
-                continue
-            if not moving:
-                if part.offset < 0:
-                    return dict.fromkeys(part.terms, (0, 0))
-                continue
-            (axis,) = moving
-            step, size = part.terms[axis]
-            low, high = box.get(axis, (0, size))
-            if step > 0:
-                low = max(low, -(part.offset // step))
-            else:
-                high = min(high, part.offset // -step + 1)
-            box[axis] = (low, max(low, high))
-        return box
-
-
-class IndexGrid:
-    """`nl.mgrid[a:b, c:d]`: an index for each axis, also by the names p, x, y, z."""
-
-    def __init__(self, slices: Any) -> None:
-        slices = slices if isinstance(slices, tuple) else (slices,)
-        self.axes = tuple(
-            Index(s.start or 0, {i - len(slices): (1, s.stop - (s.start or 0))})
-            for i, s in enumerate(slices)
-        )
-
-    def __iter__(self) -> Iterator[Index]:
-        return iter(self.axes)
-
-    def __getattr__(self, name: str) -> Index:
-        if len(name) != 1 or name not in "pxyzw":
-            raise AttributeError(name)
-        return self.axes["pxyzw".index(name)]
 
 
 class Tile:
@@ -256,10 +139,13 @@ class Tile:
 class Pending(Tile):
     """An instruction, which waits for where its result goes: `tile[...] = nisa.f(...)` is one.
 
-    Anything else that is used before issues it, so that its operands are what they were.
+    Anything else that is used before issues it, so that its operands are what they were. A result
+    that a name still has is made again before what it can be made of is overwritten.
     """
 
     waiting: Pending | None = None
+    used: ClassVar[list[weakref.ref[Pending]]] = []
+    """Issued where they were used, and not into tiles of their own."""
 
     def __init__(
         self, issue: Callable[..., Any], result: Tile, operands: list[Any], is_sum: bool = False
@@ -267,7 +153,14 @@ class Pending(Tile):
         Pending.flush()
         self.issue, self.result, self.operands, self.is_sum = issue, result, operands, is_sum
         self.places, self.issued = None, False
+        self.target: Tile | None = None
+        self.needs: set[Storage] = set()
         Pending.waiting = self
+
+    @staticmethod
+    def forget() -> None:
+        """Begin a launch."""
+        Pending.waiting, Pending.used = None, []
 
     @staticmethod
     def flush() -> None:
@@ -283,6 +176,19 @@ class Pending(Tile):
         waits, Pending.waiting = Pending.waiting, None
         return waits
 
+    @staticmethod
+    def before_write(storage: Storage) -> None:
+        """Give tiles of their own to used results that this write would take away."""
+        named = [one for ref in Pending.used if (one := ref()) is not None and not one.issued]
+        Pending.used = [weakref.ref(one) for one in named]
+        for one in named:
+            if storage in one.needs:
+                one.base  # noqa: B018 - which makes it
+
+    def _used(self, needs: set[Storage]) -> None:
+        self.needs = needs
+        Pending.used.append(weakref.ref(self))
+
     @property
     def base(self) -> NkiTensor:  # type: ignore[override]
         """The result, in a tile of its own."""
@@ -290,7 +196,10 @@ class Pending(Tile):
             self.issued = True
             if Pending.waiting is self:
                 Pending.waiting = None
-            self.issue(self.result)
+            if self.target is None:
+                self.issue(self.result)
+            else:
+                isa.tensor_copy(self.result.view(), self.target.view())
         return self.result.base
 
     @property
@@ -309,17 +218,18 @@ class Pending(Tile):
         return self.result.buffer
 
     def writes(self, target: Tile) -> bool:
-        """Issue it to the target, if its engine reaches that and rounds as before."""
+        """Issue it to the target, if its engine reaches that and the result is the same there."""
         result, storage = self.result, target.base.storage
         reaches = target.buffer.on_chip and (result.buffer is not PSUM or target.buffer is PSUM)
         alike = target.shape[0] == result.shape[0] and prod(target.shape) == prod(result.shape)
-        rounds = result.dtype in (target.dtype, nl.float32)
         same = [o.view() for o in self.operands if isinstance(o, Tile)]
         place = target.view().geometry
         own = any(v.storage is storage and v.geometry is not place for v in same)
-        if not (reaches and alike and rounds) or own:
+        if not (reaches and alike and result.dtype == target.dtype) or own:
             return False
         self.issue(target, accumulate=False) if self.is_sum else self.issue(target)
+        self.target = target
+        self._used({storage})
         return True
 
     def adds_to(self, target: Tile) -> bool:
@@ -328,10 +238,11 @@ class Pending(Tile):
             return False
         view = target.view()
         storage, region = view.storage, view.geometry.region
-        written = storage.initialised or view.geometry.layout.covers(region, storage.written)
+        written = storage.covered(region)
         if written:
             storage.summed.add(region)
         self.issue(target, accumulate=written or None)
+        self._used({o.base.storage for o in self.operands if isinstance(o, Tile)})
         return True
 
 
