@@ -115,6 +115,19 @@ def named(w, x):
 
 
 @nki.jit
+def unread(w, x):
+    out = nl.ndarray((w.shape[1], x.shape[1]), x.dtype, buffer=nl.shared_hbm)
+    acc = nl.zeros(out.shape, nl.float32, buffer=nl.psum)
+    a, b = nl.load(w), nl.load(x)
+    for _ in range(4):
+        b[...] = nisa.tensor_scalar(b, nl.add, 1.0)
+        product = nisa.nc_matmul(a, b)
+        acc += product
+    nl.store(out, acc)
+    return out
+
+
+@nki.jit
 def copied(x):
     out = nl.ndarray((8, *x.shape), x.dtype, buffer=nl.shared_hbm)
     tile = nl.load(x)
@@ -247,6 +260,13 @@ def test_a_result_with_a_name_is_kept_where_it_was_used():
     w, x = whole(16, 8), whole(16, 12, seed=1)
     product = w.T @ x
     equal(run("named", w, x).outputs, np.stack([product, 2 * product + 1, 2 * product]))
+
+
+def test_what_nothing_reads_is_not_run():
+    w, x = whole(16, 8), whole(16, 12, seed=1)
+    done = run("unread", w, x)
+    equal(done.outputs, w.T @ (4 * x + 10))
+    assert done.profile.opcodes["nc_matmul"] == 4
 
 
 def test_two_engines_share_copies():

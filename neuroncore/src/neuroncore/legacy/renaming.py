@@ -20,8 +20,8 @@ from neuroncore.timing.trace import Record, Trace
 
 
 def as_values(trace: Trace, machine: Machine) -> None:
-    """Rename tiles that are overwritten whole, and drop loads of what SBUF still has."""
-    renamed = _renamed(trace.records)
+    """Rename tiles that are overwritten whole; drop what nothing reads, and repeated loads."""
+    renamed = _read(_renamed(trace.records))
     loads = _loads(renamed)
     room = machine.usable_sbuf_bytes - _peak(renamed, {*loads})
     again = _repeated(loads, room)
@@ -62,6 +62,18 @@ def _renamed(records: list[Record]) -> list[Record]:
         seen.update(renamed)
         found.append((template, tuple(renamed), code, line))
     return found
+
+
+def _read(records: list[Record]) -> list[Record]:
+    """The records without those of which nothing reads a result."""
+    needed: set[Storage] = set()
+    kept: list[Record] = []
+    for record in reversed(records):
+        template, storages, _, _ = record
+        if any(not s.memory.on_chip or s in needed for s in storages[: template.writes]):
+            needed.update(storages[template.writes :])
+            kept.append(record)
+    return kept[::-1]
 
 
 def _loads(records: list[Record]) -> dict[Storage, Any]:
