@@ -62,12 +62,14 @@ def kept(w, x):
 @nki.jit
 def scaled(x, inside):
     out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
-    tile = nl.zeros((128, x.shape[1]), x.dtype, buffer=nl.sbuf)
+    zeros = nl.zeros((128, x.shape[1]), x.dtype, buffer=nl.sbuf)
+    tile = nl.ndarray((128, x.shape[1]), x.dtype, buffer=nl.sbuf)
     for m in nl.affine_range(x.shape[0] // 128):
         if inside:
             tile = nl.ndarray((128, x.shape[1]), x.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=tile, src=x[m * 128:(m + 1) * 128])
-        nisa.dma_copy(dst=out[m * 128:(m + 1) * 128], src=nl.multiply(tile, 2.0))
+        doubled = nl.add(nl.multiply(tile, 2.0), zeros)
+        nisa.dma_copy(dst=out[m * 128:(m + 1) * 128], src=doubled)
     return out
 
 
