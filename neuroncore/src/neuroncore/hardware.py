@@ -15,12 +15,14 @@ Sources, by the names used below:
 "lnc", "fn" = Neuron SDK, errors NCC_EVRF066 and NCC_EVRF051 of the compiler;
 "explorer" = Neuron SDK, tools/neuron-explorer, summary page and glossary;
 "agentic" = aws-neuron/neuron-agentic-development, profiles of matmuls on trn2;
+"traces" = allenkchau/trainium-kernel-fusion, profiles of attention on trn2;
 "fit" = a constant fitted here, on the measurement named beside it: trn1's issue of a matmul and,
 for each of the two DMA models, one.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass, replace
@@ -127,11 +129,21 @@ class DmaCosts:
 
 @dataclass(frozen=True)
 class Throttle:
-    """TensorE runs at `rate` where it was busy for less than `use` of the last `window_ns`."""
+    """TensorE runs at `rate` where it did less of late than `use` of what its full rate could do.
+
+    A device counts what it does in windows of a clock of its own, and each count sets the rate of
+    the next window. Where in a window a kernel starts is not known: here the rate follows the
+    window that ended half of one ago, the mean.
+    """
 
     window_ns: float
     use: float
     rate: float
+
+    @property
+    def delay_ns(self) -> float:
+        """From the end of the time that counts until the rate that it sets."""
+        return self.window_ns / 2
 
 
 @dataclass(frozen=True)
@@ -161,6 +173,8 @@ class Machine:
     """TensorE, VectorE, ScalarE, GpSimdE (arch)."""
     dma_engine_gbps: float
     """Practical rate of one of the 16 DMA engines, bytes per ns (dma: 17, 23, 33)."""
+    other_dma_engine_gbps: float
+    """The rate that profiles show; where none was seen, the practical one."""
     dma_models: tuple[DmaCosts, ...]
     """What small transfers and transposes cost under each of `DMA_MODELS`."""
     dma: DmaCosts
@@ -201,6 +215,10 @@ class Machine:
     """Matmuls on tiles of other columns of the PE array wait for each other."""
     shared_queues: bool = False
     """All loads start in one queue, and all stores: not one of each HBM tensor."""
+    engine_issue_cycles: float = 0.0
+    """What an instruction of VectorE or ScalarE takes beyond its columns before the next starts."""
+    hbm_engine_gbps: float = math.inf
+    """What HBM has for a DMA engine while other cores use it."""
     meeting_ns: float = 0.0
     """What a barrier or an exchange of two cores takes beyond its own cost."""
 
@@ -297,8 +315,12 @@ class Machine:
         """
         if not 1 <= cores <= self.cores:
             raise ValueError(f"cores_busy must be 1 to {self.cores} on {self.target}; got {cores}")
-        each = self.hbm_gbps / cores / DMA_ENGINES
-        return replace(self, dma_engine_gbps=min(self.dma_engine_gbps, each))
+        share = self.hbm_gbps / cores / DMA_ENGINES
+        return replace(self, hbm_engine_gbps=share).with_dma_engine(self.dma_engine_gbps)
+
+    def with_dma_engine(self, gbps: float) -> Machine:
+        """This machine where a DMA engine has so many bytes per ns, as far as HBM has them."""
+        return replace(self, dma_engine_gbps=min(gbps, self.hbm_engine_gbps))
 
     @property
     def matmul_overhead_ns(self) -> float:
@@ -318,18 +340,22 @@ _LATENCIES_TRN1 = (142.0, 89.3, 142.9, 71.4)
 """Result latencies by engine, ns (perf: a matmul of 128 columns takes 188 ns and streams 46;
 dependent activations start every 264 ScalarE cycles, of which an instruction takes 64; arch: about
 100 cycles of VectorE; GpSimdE: the same)."""
-_LATENCIES_TRN2 = (142.0, 104.2, 297.0, 83.3)
+_LATENCIES_TRN2 = (164.0, 104.2, 297.0, 83.3)
 """The same (profile: activations of 128 and 4096 columns take 400 and 3,714 ns and stream 107 and
-3,413; TensorE: taken from trn1). trn3's clocks are higher, its latencies taken from here."""
+3,413; traces: matmuls of 128 and 512 columns take 217 and 377 ns and stream 53 and 213, in fp32
+272 and 591). trn3's clocks are higher, its latencies taken from here."""
+ACCESS_CYCLES = 60.0
+"""What an engine takes to start to access a tensor (arch; traces: VectorE's instructions of 512
+columns start every 568 to 573 cycles, ScalarE's copies of 128 and 512 every 187 and 572)."""
 DMA_SPREAD_NS = 371.0
 """From the first engine's start of a transfer to the last's (profile: 468 of a transfer, 97 of an
 engine). What a profiler shows as active, and part of `DMA_START_NS` here."""
 PSUM_RESULT_CYCLES = 135
 """Result latency of VectorE and ScalarE at least, in their cycles, where they read or write PSUM
 (agentic: copies of 512 columns out of PSUM are active for 645 to 660)."""
-_THROTTLE = Throttle(window_ns=3000.0, use=0.5, rate=0.5)
-"""TensorE by its use (explorer names it, without figures; agentic: of a kernel that waits for DMAs
-TensorE is active 4.81 ms, for which matmuls at the full rate need 3.0)."""
+_THROTTLE = Throttle(window_ns=8192 / 2.4, use=3 / 8, rate=0.5)
+"""TensorE by the columns that it streamed (traces: of 154 windows of 3,413 ns all that follow 0.375
+or more of what it could stream are at the full rate, and after 0.369 and less at half of it)."""
 DMA_TRANSPOSE_SBUF_SHARE = 0.5
 """Share of the DMA rate that a transpose within SBUF reaches at best (arch, Trainium2)."""
 TABLE_LOAD_NS = 1300.0
@@ -377,6 +403,7 @@ TRN1 = Machine(
     usable_sbuf_bytes=180_224,
     clocks_ghz=(2.8, 1.12, 1.4, 1.4),
     dma_engine_gbps=17.0,
+    other_dma_engine_gbps=17.0,
     dma_models=_DMA_TRN1,
     dma=_DMA_TRN1[0],
     hbm_gbps=820.0,
@@ -401,6 +428,7 @@ TRN2 = Machine(
     usable_sbuf_bytes=212_984,
     clocks_ghz=(2.4, 0.96, 1.2, 1.2),
     dma_engine_gbps=23.0,
+    other_dma_engine_gbps=4096 / 158,  # 4 KiB in 158 ns (traces)
     dma_models=_DMA_TRN2,
     dma=_DMA_TRN2[0],
     hbm_gbps=2900.0,
@@ -427,6 +455,7 @@ TRN3 = replace(  # what is not named is not published either: taken from trn2
     usable_sbuf_bytes=245_752,
     clocks_ghz=(2.4, 1.2, 1.2, 1.2),
     dma_engine_gbps=33.0,
+    other_dma_engine_gbps=33.0,
     dma_models=_DMA_TRN3,
     dma=_DMA_TRN3[0],
     hbm_gbps=4700.0,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from neuroncore.hardware import DMA_START_NS, Machine
+from neuroncore.hardware import ACCESS_CYCLES, DMA_START_NS, Machine
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,14 @@ UNCERTAINTIES = (
         lambda machine: machine.under("rows"),
     ),
     Uncertainty(
+        "dma-rate",
+        "an engine at the rate that the DMA overview calls practical",
+        "at that of long rows in profiles of trn2, 13 % more",
+        "368 GB/s in the overview; 4 KiB in 158 ns, 415 GB/s by 16 engines "
+        "(allenkchau/trainium-kernel-fusion), and 414 in kernels of Jerry2423/kda-for-trainium",
+        lambda machine: machine.with_dma_engine(machine.other_dma_engine_gbps),
+    ),
+    Uncertainty(
         "dma-queues",
         "a queue for each HBM tensor and direction",
         "one for all loads and one for all stores",
@@ -61,10 +69,19 @@ UNCERTAINTIES = (
         lambda machine: replace(machine, matmul_overhead_cycles=machine.other_overhead_cycles),
     ),
     Uncertainty(
+        "engine-issue",
+        "VectorE and ScalarE start an instruction when the last has read its columns",
+        f"{ACCESS_CYCLES:g} cycles later",
+        "costs by instruction of the SDK 2.26 reference; profiles of trn2 "
+        "(allenkchau/trainium-kernel-fusion), where activations take 171 to 221",
+        lambda machine: replace(machine, engine_issue_cycles=ACCESS_CYCLES),
+    ),
+    Uncertainty(
         "throttling",
-        "TensorE at half its rate where less than half of the last 3 us was used",
+        "TensorE at half its rate after 3.4 us with less than 3/8 of its full use",
         "always at its full rate",
-        "neuron-explorer's summary page and glossary name it (dI/dt), without the figures",
+        "neuron-explorer's summary page names it (dI/dt); profiles of trn2 show the windows "
+        "(allenkchau/trainium-kernel-fusion); of trn3 nothing is published",
         lambda machine: replace(machine, throttle=None),
     ),
     Uncertainty(

@@ -82,7 +82,8 @@ def _loads() -> list[Case]:
     ):
         for count in counts:
             x = _tensor(count, 128, 1, row // 2)
-            found.append(_load(f"loads-{row}", count, x, row // 2, "dma"))
+            decides = "dma-rate" if row == 16384 else "dma"
+            found.append(_load(f"loads-{row}", count, x, row // 2, decides))
     # many rows a load, so that rows bind and not loads; apart, so that none are one
     for row in (256, 1024):
         for count in (8, 32):
@@ -140,6 +141,7 @@ def _chains(machine: Machine) -> list[Case]:
         ("overwrites", "round-trips", "overwrites", small, {}, _TRIPS, {"dma_start_ns": 1}),
         ("vector", "vector", "vector_chain", copied, {"through_psum": False}, _MANY, {}),
         ("psum", "vector", "vector_chain", copied, {"through_psum": True}, _MANY, {}),
+        ("products", "engine-issue", "products", copied, {}, (16, 256), {}),
         ("gpsimd", "gpsimd", "gpsimd_chain", copied, {}, _MANY, {}),
         ("scalar", "scalar", "scalar_chain", copied, {"with_tables": False}, _MANY, {}),
         (
@@ -159,14 +161,15 @@ def _chains(machine: Machine) -> list[Case]:
 
 
 def _bursts() -> list[Case]:
-    operands = _tensor(128, 128), _tensor(128, _PAUSES[-1], dtype=float32)
+    operands = _tensor(128, 128), _tensor(128, _REST, dtype=float32)
 
     def made(series: str, decides: str, length: int, **given: int) -> Case:
         return Case(series, length, "bursts", operands, given, decides)
 
     return [
-        *[made("use-64", "throttle", n, count=32, matmuls=n, columns=64) for n in _BURSTS],
-        *[made("use-160", "throttle", n, count=32, matmuls=n, columns=160) for n in _BURSTS],
+        *[made("use", "throttle", n, count=32, matmuls=n, columns=64) for n in _BURSTS],
+        *[made("idle", "throttle", n, count=32, matmuls=17, columns=n) for n in _IDLE],
+        *[made("rest", "rest", n, count=8, matmuls=n, columns=_REST) for n in _RESTED],
         *[made("pause", "pause", n, count=5, matmuls=52, columns=n) for n in _PAUSES],
     ]
 
@@ -187,6 +190,8 @@ _MANY = (32, 512, 576, 640)
 _TRIPS = (8, *range(104, 193, 8))
 _PAUSES = tuple([round(64 * 1.09**n) for n in range(14, 43, 2)])
 _BURSTS = (4, 5, 6, 8, 10, 13, 17)
+_IDLE = (64, 150, 250, 350, 475, 600, 750, 950, 1200, 1500)
+_RESTED, _REST = (16, 24, 32, 40, 48, 56, 64, 80, 96), 8192
 
 
 @cache

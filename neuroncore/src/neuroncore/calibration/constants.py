@@ -182,11 +182,20 @@ _TENSOR = _of_engine("tensor_result_ns", "the same of TensorE", Engine.TENSOR)
 _WINDOW = _of_throttle("window_ns", "that time", 0.4, 2.5)
 
 
+_LONG_ROWS = _of_machine("dma_engine_gbps", "of a DMA engine in long rows")
+
+
 def _another_window(values: Values, ratio: float) -> Values:
     return values * (1.0, ratio, 1.0, 1.0)
 
 
-def _another_use(values: Values, ratio: float) -> Values:
+def _use_after_rest(values: Values, ratio: float) -> Values:
+    """Another use, of a window with which as much work from rest is slow."""
+    use, _, rate, _ = values
+    return values * (ratio, (rate / 2 + use) / (rate / 2 + ratio * use), 1.0, 1.0)
+
+
+def _use_after_pause(values: Values, ratio: float) -> Values:
     """Another use, at which the same pause between uses is the shortest that slows the next."""
     use = values[0]
     return values * (ratio, (1 - use) / (1 - ratio * use), 1.0, 1.0)
@@ -209,6 +218,7 @@ STEPS = (
         ),
         by_value=True,
     ),
+    Step("dma-rate", (_LONG_ROWS,), by_value=True),
     Step(
         "dma",
         (
@@ -219,11 +229,13 @@ STEPS = (
                 of=lambda machine: machine.dma.interval_ns > 0,
             ),
             _of_dma("short_gbps", "of a DMA engine in short rows"),
-            _of_machine("dma_engine_gbps", "of a DMA engine in long rows"),
+            _LONG_ROWS,
         ),
+        also=("dma-rate",),
     ),
     Step("dma-queues", ()),
     Step("transposes", (_of_dma("transpose_share", "of the DMA rate, in a transpose"),)),
+    Step("engine-issue", ()),
     Step(
         "vector",
         (
@@ -253,7 +265,7 @@ STEPS = (
     Step("gpsimd", (_of_engine("gpsimd_result_ns", "the same of GpSimdE", Engine.GPSIMD),)),
     Step("tables", (_wait("table_load_ns", "of a table of ScalarE's"),)),
     Step("throttling", (_TENSOR, _RATE)),
-    Step("pause", (_WINDOW,), moves=(lambda values, ratio: values * ratio,)),
+    Step("rest", (_WINDOW,), moves=(lambda values, ratio: values * ratio,)),
     Step(
         "throttle",
         (
@@ -262,8 +274,8 @@ STEPS = (
             _RATE,
             _TENSOR,
         ),
-        also=("throttling", "pause"),
-        moves=(_another_use, _another_window),
+        also=("throttling", "rest", "pause"),
+        moves=(_use_after_rest, _use_after_pause, _another_window),
     ),
     Step("column-groups", ()),
     Step(

@@ -186,6 +186,27 @@ def vector_chain(x: NkiTensor, count: int, through_psum: bool) -> NkiTensor:
 
 
 @jit
+def products(x: NkiTensor, count: int) -> NkiTensor:
+    """x [128, N]: the firsts of `count` products of VectorE with numbers, none of another."""
+    P, N = x.shape
+    x_sb = _loaded(x)
+    products_sb = nl.ndarray((P, count, N), dtype=x.dtype, buffer=nl.sbuf)
+    firsts_sb = nl.ndarray((P, count, 1), dtype=x.dtype, buffer=nl.sbuf)
+    out_hbm = nl.ndarray((P, count, 1), dtype=x.dtype, buffer=nl.shared_hbm)
+    for i in range(count):
+        nisa.tensor_scalar(
+            dst=products_sb[:, i, :],
+            data=x_sb,
+            op0=nl.multiply,
+            operand0=float(i),
+            engine=nisa.vector_engine,
+        )
+    nisa.tensor_copy(dst=firsts_sb, src=products_sb[:, :, 0:1])
+    nisa.dma_copy(dst=out_hbm, src=firsts_sb)
+    return out_hbm
+
+
+@jit
 def gpsimd_chain(x: NkiTensor, count: int) -> NkiTensor:
     """x [128, N] fp32: GpSimdE squares it `2 * count` times, each time into the other tile."""
     x_sb = _loaded(x)

@@ -327,7 +327,7 @@ def _check_accumulates(machine: Machine, opcode: str, dst: NkiTensor) -> None:
     if layout.covers(region, storage.summed):
         return
     remedy = "start with accumulate=False, for example accumulate=(k > 0)"
-    if not (storage.initialised or layout.covers(region, storage.written)):
+    if not storage.covered(region):
         refuse(f"{opcode}: accumulate=True on {dst}, which no matmul wrote; {remedy}")
     if not machine.has("filled_psum"):
         note(

@@ -71,6 +71,12 @@ class Placer:
         self.engine_last = [-1] * 6
         self.overhead_ns = 0.0 if model == "documented" else on_grid(machine.matmul_overhead_ns)
         self.issue_ns = on_grid(machine.ns(Engine.TENSOR, MIN_CYCLES)) + self.overhead_ns
+        issue = machine.engine_issue_cycles if model != "documented" else 0.0
+        self.after_ns = [
+            on_grid(machine.ns(engine, issue)) if engine in (Engine.VECTOR, Engine.SCALAR) else 0.0
+            for engine in Engine
+            if engine is not Engine.DMA
+        ]
         self.reuses = model == "stationary_reuse"
         # the stationary operand in TensorE: storage, region, and who wrote it
         self.loaded: tuple[Storage, int, int] | None = None
@@ -147,6 +153,7 @@ class Placer:
         uses_of = self.uses.__getitem__
         special = {*moves, *edges, *producers, *barriers}
         late, recent, overhead_ns = self.loops.late, self.recent, self.overhead_ns
+        after_ns = self.after_ns
         issued = times.issued
         issued.extend(records[begin:end])
         i, r = len(start) - 1, begin - 1
@@ -204,9 +211,10 @@ class Placer:
                 begin_ns = ready
                 if engine == 0:
                     issue_ns = self._issue(template, storages) if self.reuses else overhead_ns
-                    own_ns = template.ns + issue_ns
-                    if recent is not None:
-                        own_ns = recent.slowed(begin_ns, own_ns)
+                    if recent is None:
+                        own_ns = template.ns + issue_ns
+                    else:
+                        own_ns = recent.slowed(begin_ns, template.ns, issue_ns)
                     done = begin_ns + own_ns
                     if template.pe_tile is None:
                         engine_free[0] = done
@@ -218,7 +226,7 @@ class Placer:
                     if template.table and template.table != self.table:
                         self.table = template.table
                         done += TABLE_LOAD_NS
-                    engine_free[engine] = done
+                    engine_free[engine] = done + after_ns[engine]
                     if shared_ports:
                         self._occupy_port(i, template, done)
                 engine_last[engine] = i
