@@ -25,6 +25,7 @@ import numpy as np
 
 import neuroncore
 from neuroncore import dtypes
+from neuroncore.hardware import Engine
 from neuroncore.migrate import migrate
 from neuronmm_ops.compress.calibrate import Progress
 
@@ -146,7 +147,9 @@ def modelled(case: TimedKernel) -> dict[str, Any]:
                 **dict.fromkeys(("modelled_ms", "modelled_mb", "bound_ms")),
                 "why": str(error)[:200],
             }
-    (matmuls_ms,) = (use.busy_ms for use in profile.engines[0] if use.engine == "TensorE")
+    issued = profile.schedule.cores[0].issued
+    # without issue and throttling, which are no documented rates
+    matmuls_ms = sum([each.ns for each, *_ in issued if each.engine is Engine.TENSOR]) / 1e6
     return {
         "modelled_ms": profile.time_ms,
         "modelled_mb": profile.dma_bytes / 1e6,
