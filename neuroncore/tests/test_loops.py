@@ -392,16 +392,8 @@ def test_all_that_a_schedule_depends_on_is_compared():
     state = set(re.findall(r"placer\.(\w+)", compared))
     placer = Placer(launch.cores[0].trace, launch, launch.machine, "calibrated")
     assert set(vars(placer)) - state == {
-        *(
-            "trace",
-            "machine",
-            "interval_ns",
-            "overhead_ns",
-            "issue_ns",
-            "after_ns",
-            "reuses",
-            "dma_ns",
-        ),
+        *("trace", "machine", "interval_ns", "overhead_ns", "issue_ns", "after_ns"),
+        *("reuses", "dma_ns"),
         *("shares", "loops", "barrier", "barrier_end", "steps", "iterations"),
         *("floor", "producers"),  # of loops around this one, and within an iteration
     }

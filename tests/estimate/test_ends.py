@@ -14,7 +14,7 @@ TIMES = st.lists(st.floats(0.5, 2.0), min_size=len(ENDS), max_size=len(ENDS))
 
 
 def test_times_are_those_of_each_end_alone():
-    x, w = (np.zeros(shape, np.float32) for shape in ((128, 256), (256, 512)))
+    x, w = (np.zeros(shape, np.float32) for shape in ((1024, 512), (512, 512)))
 
     def profile(*assume):
         kernel = simulated_kernel("xw", "xw", 1)
@@ -26,6 +26,7 @@ def test_times_are_those_of_each_end_alone():
         time_ms = profile(each.name).time_ms
         assert found["rows" if each.name == "dma" else each.name] == time_ms
     assert found["dma-rate"] < found["transfers"] != found["dma-queues"]
+    assert found["matmul-issue"] > found["transfers"]
 
 
 def test_a_range_by_hand():
