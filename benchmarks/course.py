@@ -10,9 +10,7 @@ which kernels do not have here.
 
 import csv
 import re
-import sys
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
@@ -21,7 +19,7 @@ from typing import Any, NamedTuple
 import neuroncore
 from benchmarks.nkibench import module_of
 from neuroncore.dtypes import dtype_of
-from neuroncore.legacy import Finder
+from neuroncore.legacy import as_neuronxcc
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.estimate.served import LAUNCH_US
 
@@ -159,7 +157,7 @@ def run(
     """
     rows: list[dict[str, Any]] = []
     cases = cases or (*TIMED, *reported(clones))
-    with _beta_dialect(), TemporaryDirectory() as folder:
+    with as_neuronxcc(), TemporaryDirectory() as folder:
         for case in cases:
             source = clones / case.author / case.file
             if not source.is_file():
@@ -210,13 +208,3 @@ def _modelled(case: TimedSolution, kernel: Any) -> dict[str, Any]:
         },
         "error": modelled / case.us - 1,
     }
-
-
-@contextmanager
-def _beta_dialect() -> Generator[None]:
-    finder = Finder(lambda _: None)
-    sys.meta_path.append(finder)
-    try:
-        yield
-    finally:
-        finder.remove()

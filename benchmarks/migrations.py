@@ -24,7 +24,7 @@ import numpy as np
 from neuroncore import NkiWarning, as_nki
 from neuroncore.dropin import torch_on_cpu
 from neuroncore.kernel import Kernel, RunSettings, run
-from neuroncore.legacy import Finder, jit
+from neuroncore.legacy import as_neuronxcc, jit
 from neuroncore.migrate import migrate, read
 
 _PARTS = ("src", "contributed")
@@ -257,15 +257,13 @@ def _definitions(path: Path) -> Generator[types.ModuleType]:
     tree.body = tree.body[: last + 1]
     module = types.ModuleType(path.stem)
     module.__file__ = str(path)
-    modules, finder = set(sys.modules), Finder(lambda _: None)
+    modules = set(sys.modules)
     sys.path.insert(0, str(path.parent))
-    with as_nki(), torch_on_cpu():
-        sys.meta_path.append(finder)
+    with as_nki(), torch_on_cpu(), as_neuronxcc():
         try:
             exec(compile(tree, str(path), "exec"), vars(module))  # noqa: S102 - the user's clone
             yield module
         finally:
-            finder.remove()
             sys.path.remove(str(path.parent))
             for name in set(sys.modules) - modules:  # siblings, which have other text next time
                 if str(path.parent) in str(getattr(sys.modules[name], "__file__", "")):

@@ -1,7 +1,6 @@
 """The Beta dialect: interpreted, and rewritten; values before and after, and by NumPy."""
 
 import functools
-import sys
 import types
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from outcomes import failed
 
 import neuroncore as nc
-from neuroncore.legacy import Finder
+from neuroncore.legacy import as_neuronxcc
 from neuroncore.migrate import MARK, migrate
 from neuroncore.migrate.tables import BY_HAND
 
@@ -31,11 +30,8 @@ def _dialects():
     said: list[str] = []
     new, left = migrate(KERNELS)
     assert [one.rule for one in left] == ["allocator"]
-    with nc.as_nki():
-        finder = Finder(said.append)
-        sys.meta_path.append(finder)
+    with nc.as_nki(), as_neuronxcc(said.append):
         modules = _module(KERNELS), _module(new)
-        finder.remove()
     assert len(said) == 1
     assert "Beta dialect" in said[0]
     return modules
@@ -142,11 +138,8 @@ def turned(x):
     return out
 """
     (x,) = _drawn(3, (24, 40))
-    with nc.as_nki():
-        finder = Finder(lambda _: None)
-        sys.meta_path.append(finder)
+    with nc.as_nki(), as_neuronxcc():
         turned = _module(text).turned
-        finder.remove()
     assert np.array_equal(turned(x), x.T)
 
 

@@ -110,7 +110,7 @@ def listed(names: Iterable[str]) -> str:
 @contextlib.contextmanager
 def as_nki() -> Generator[None]:
     """`import nki` and `neuronxcc.nki` find the simulator; torch-xla's device is the CPU."""
-    from neuroncore.legacy import Finder
+    from neuroncore.legacy import as_neuronxcc
 
     with contextlib.ExitStack() as stack:
         try:
@@ -118,9 +118,7 @@ def as_nki() -> Generator[None]:
             stack.enter_context(torch_on_cpu())
         except RuntimeError as error:
             raise ValueError(str(error)) from error
-        finder = Finder(show_warning)
-        sys.meta_path.append(finder)
-        stack.callback(finder.remove)
+        stack.enter_context(as_neuronxcc(show_warning))
         yield
 
 

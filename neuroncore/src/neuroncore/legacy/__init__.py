@@ -7,13 +7,14 @@ share, tiles renamed, and no load of what SBUF still has.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import logging
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -227,9 +228,24 @@ def _modules() -> dict[str, types.ModuleType]:
     }
 
 
-class Finder(MetaPathFinder, Loader):
-    """Finds `neuronxcc.nki` where none is installed; `say` is called when it is first imported."""
+@contextlib.contextmanager
+def as_neuronxcc(say: Callable[[str], None] = lambda _: None) -> Generator[None]:
+    """Let `neuronxcc.nki` be imported where none is installed; `say` is called when it first is.
 
+    Afterwards its modules are forgotten, and what a kernel's file did to logging is undone.
+    """
+    finder, disabled = _Finder(say), logging.root.manager.disable
+    sys.meta_path.append(finder)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        sys.meta_path.remove(finder)
+        for name in _modules():
+            sys.modules.pop(name, None)
+
+
+class _Finder(MetaPathFinder, Loader):
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
 
@@ -249,9 +265,3 @@ class Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Nothing is left to run."""
-
-    def remove(self) -> None:
-        """Forget the modules again."""
-        sys.meta_path.remove(self)
-        for name in _modules():
-            sys.modules.pop(name, None)
