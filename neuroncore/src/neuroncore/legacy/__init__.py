@@ -234,7 +234,7 @@ def as_neuronxcc(say: Callable[[str], None] = lambda _: None) -> Generator[None]
 
     Afterwards its modules are forgotten, and what a kernel's file did to logging is undone.
     """
-    finder, disabled = _Finder(say), logging.root.manager.disable
+    finder, disabled = _DialectFinder(say), logging.root.manager.disable
     sys.meta_path.append(finder)
     try:
         yield
@@ -245,7 +245,7 @@ def as_neuronxcc(say: Callable[[str], None] = lambda _: None) -> Generator[None]
             sys.modules.pop(name, None)
 
 
-class _Finder(MetaPathFinder, Loader):
+class _DialectFinder(MetaPathFinder, Loader):
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
 
