@@ -29,6 +29,23 @@ def test_names(given, name):
     assert resolve_shape(given) is SHAPES[name]
 
 
+def test_the_sizes_of_any_model_of_the_hub(tmp_path, monkeypatch):
+    path = tmp_path / "0123abcd" / "config.json"  # a snapshot in the hub's cache
+    path.parent.mkdir()
+    path.write_text(json.dumps(CONFIG))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda repo, file: str(path))
+    shape = resolve_shape("acme/New-1B")
+    assert (shape.name, shape.hidden_size) == ("New-1B", 64)
+    assert resolve_shape("Qwen/Qwen3-4B") is SHAPES["Qwen3-4B"]
+
+    def unreachable(*_):
+        raise RuntimeError("the proxy says no\nand more")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    with pytest.raises(ValueError, match=r"'acme/New-1B', whose config.json is .*says no\)$"):
+        resolve_shape("acme/New-1B")
+
+
 def test_directories_and_files_come_before_names(tmp_path, monkeypatch):
     directory = tmp_path / "Qwen" / "Qwen3-4B"
     directory.mkdir(parents=True)

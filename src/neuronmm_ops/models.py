@@ -2,7 +2,8 @@
 
 import difflib
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class ModelShape:
         }
 
 
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _LARGEST_SIZE = 2**24
 _HEAD_NORMS = ("qwen3", "qwen3_vl_text")
 """Values of `model_type` in the config.json of models that norm each head."""
@@ -85,12 +87,32 @@ SHAPES: dict[str, ModelShape] = {
 def resolve_shape(model: str) -> ModelShape:
     """Return the shape of a model: a directory, a config.json, or a name as `model_shape` takes it.
 
+    Of another ORG/NAME the config.json of the Hub's cache is read, or the Hub's.
+
     Raises:
         OSError: a config.json that cannot be read.
         ValueError: an unknown name, or a config.json without the sizes.
     """
     path = Path(model)
-    return shape_from_config(path) if path.exists() else model_shape(model)
+    if path.exists():
+        return shape_from_config(path)
+    try:
+        return model_shape(model)
+    except ValueError as unknown:
+        if not HUB_ID.fullmatch(model):
+            raise
+        config = _hub_config(model, str(unknown))
+    return replace(shape_from_config(config), name=model.rpartition("/")[2])
+
+
+def _hub_config(model: str, unknown: str) -> Path:
+    try:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(model, "config.json"))
+    except Exception as error:  # networks and proxies raise anything
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{unknown}, whose config.json is not to be had ({why})") from error
 
 
 def model_shape(name: str) -> ModelShape:

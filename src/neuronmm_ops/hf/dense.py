@@ -13,9 +13,10 @@ from neuronmm_ops.checkpoint import read_config
 from neuronmm_ops.compress.record import compressed_layers, is_record
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.computing import load_on
-from neuronmm_ops.hf.loading import HUB_ID, check_values, empty_model, load, load_tokenizer
+from neuronmm_ops.hf.loading import check_values, empty_model, load, load_tokenizer
 from neuronmm_ops.hf.saving import copy_processor
 from neuronmm_ops.manifest import Origin, tensor_hashes, write_manifest
+from neuronmm_ops.models import HUB_ID
 from neuronmm_ops.nn import CompressedLinear, dense_linears
 from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.nn.swap import replace_

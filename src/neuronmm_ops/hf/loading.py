@@ -1,6 +1,5 @@
 """Loading models strictly: what Transformers only warns about is an error here."""
 
-import re
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -31,11 +30,11 @@ from neuronmm_ops.compress.factorize import is_finite
 from neuronmm_ops.compress.record import compressed_layers, is_record
 from neuronmm_ops.errors import CheckpointError, NonFiniteError, WorkerLostError
 from neuronmm_ops.manifest import check_weights
+from neuronmm_ops.models import HUB_ID
 from neuronmm_ops.ops.backends.cpu import name_of
 
 # The first Transformers whose plans cut DTensors.
 OLDEST_DIVIDING = "5.16"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # The files of a model but its code and its weights in other formats.
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 MAX_REASON = 300
