@@ -16,6 +16,8 @@ from outcomes import TEXT
 # OpenMP's threads wait by spinning, which on busy cores takes minutes.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+# No test waits for a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
 # Precompiled headers pay when inductor compiles more than these few files.
 os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
 
@@ -51,8 +53,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Data sets are looked for in an empty cache, and nowhere else; returns the hub's."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     # lm-eval asks for it, and it runs programs for two seconds.
     monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", str)

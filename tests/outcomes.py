@@ -1,7 +1,6 @@
 """The command `neuronmm` and what comes out of it."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -54,14 +53,13 @@ def caller(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str])
 
 
 def process(*arguments: object, stdout: int | IO[str] = subprocess.PIPE) -> Outcome:
-    """Run a program to its end, offline."""
+    """Run a program to its end."""
     result = subprocess.run(
         [str(argument) for argument in arguments],
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     return Outcome(result.returncode, result.stdout or "", result.stderr)
 
