@@ -14,6 +14,7 @@ from neuronmm_ops.compress.allocate import Matrix
 from neuronmm_ops.compress.compare import candidates, divergence
 from neuronmm_ops.compress.measured import Divergence, Losses
 from neuronmm_ops.compress.mixed import Choice, Offer, buy, choices_of
+from neuronmm_ops.estimate.linears import Linear
 from neuronmm_ops.nn import dense_linears
 from neuronmm_ops.plan import plan_op
 from neuronmm_ops.storages import STORAGES, dtype_name
@@ -157,20 +158,22 @@ def test_matrices_without_a_rank_are_rounded():
 def test_time_is_a_cost_too(monkeypatch, tokens, taken):
     """Here a launch of a pair takes its rank, of a dense matrix 60, of int8 or fp8 half."""
 
-    def time_us(K, N, rank, M, dtype, target, stored, lnc=2):
-        assert lnc == 2
+    def time_us(linear, M, dtype, target, lnc, tp, *group):
+        assert (lnc, tp) == (2, 4)
+        assert group in (("gate_up",), ("down",))
         halved = dtype_name("int8" if M == 1 else "fp8")
-        return (60 if rank is None else rank) * (0.5 if stored == halved else 1.0)
+        return (linear.r or 60) * (0.5 if linear.stored == halved else 1.0)
 
     monkeypatch.setattr(budget, "time_us", time_us)
     model = causal_lm(**WIDER)
     changed = {"ratio": 0.4, "targets": "mlp", "budget": "time", "target": "trn2"}
-    config = SVDConfig(**{**AUTO.__dict__, **changed, "tokens": tokens, "lnc": 2})
+    config = SVDConfig(**{**AUTO.__dict__, **changed, "tokens": tokens, "lnc": 2, "tp": 4})
     report = compress_(model, config, token_batches(10))
     assert {layer.storage for layer in report.layers} - {None} == {taken}
     weights = config.token_weights
     spent = [
-        weight * time_us(layer.K, layer.N, layer.r, M, "", "", dtype_name(layer.storage))
+        weight
+        * time_us(Linear(64, 64, layer.r, dtype_name(layer.storage)), M, "", "", 2, 4, "down")
         for layer in report.layers
         for M, weight in weights
     ]

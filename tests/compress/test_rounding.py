@@ -9,9 +9,11 @@ from toys import causal_lm, token_batches
 
 from neuronmm_ops import SVDConfig, compress_
 from neuronmm_ops.compress.allocate import Matrix
-from neuronmm_ops.compress.budget import allocate, time_us
+from neuronmm_ops.compress.budget import allocate
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.record import compressed_layers
+from neuronmm_ops.compress.times import time_us
+from neuronmm_ops.estimate.linears import Linear
 from neuronmm_ops.storages import STORAGES, factor_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
@@ -123,11 +125,11 @@ def test_a_budget_of_time_knows_the_storage():
         matrices = {"gate": Matrix(*sizes, curve, itemsize=2, storage=storage)}
         config = SVDConfig(**options, storage=storage)
         ranks[storage] = allocate(config, matrices, {"gate": torch.bfloat16})["gate"]
-    native = time_us(*sizes, 512, 1, "bfloat16", "trn2")
+    native = time_us(Linear(*sizes, 512), 1, "bfloat16", "trn2")
     for name, storage in one_byte.items():
-        assert time_us(*sizes, 512, 1, "bfloat16", "trn2", storage.dtype) < native
-        dense = time_us(*sizes, None, 1, "bfloat16", "trn2", storage.dtype)
-        assert dense < time_us(*sizes, None, 1, "bfloat16", "trn2")
-        two_cores = time_us(*sizes, None, 1, "bfloat16", "trn2", storage.dtype, lnc=2)
+        assert time_us(Linear(*sizes, 512, storage.dtype), 1, "bfloat16", "trn2") < native
+        dense = time_us(Linear(*sizes, None, storage.dtype), 1, "bfloat16", "trn2")
+        assert dense < time_us(Linear(*sizes), 1, "bfloat16", "trn2")
+        two_cores = time_us(Linear(*sizes, None, storage.dtype), 1, "bfloat16", "trn2", lnc=2)
         assert two_cores < dense
         assert (ranks[name] or 1024) > ranks[None]

@@ -115,6 +115,13 @@ def _add_allocation(command: argparse.ArgumentParser) -> None:
         help="NeuronCores of a launch, with --budget time (default 1)",
     )
     group.add_argument(
+        "--tp",
+        type=int,
+        metavar="N",
+        help="ranks of tensor parallel, with --budget time (default 1): their parts, and what they "
+        "exchange",
+    )
+    group.add_argument(
         "--layer-ratio",
         dest="layer_ratios",
         type=layer_ratio,

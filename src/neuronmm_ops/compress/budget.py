@@ -1,26 +1,22 @@
 """What ranks cost in parameters, bytes or modelled time, and the ranks that one budget buys."""
 
 from collections.abc import Iterable, Mapping
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from neuroncore.hardware import PARTITIONS
 from neuronmm_ops.compress.allocate import Matrix, Rank, greedy, zero_sum
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.measured import Losses
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.mixed import Choice, Cost, Offer, buy, choices_of
 from neuronmm_ops.compress.targets import matches
+from neuronmm_ops.compress.times import group_of, time_us
+from neuronmm_ops.estimate.linears import Linear
 from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.ops.backends.cpu import name_of
-from neuronmm_ops.plan import plan_xuv, plan_xw
 from neuronmm_ops.rank import pair_bytes
 from neuronmm_ops.storages import dtype_name
-
-PLANNED_RANKS = 8
-"""Of a matrix whose times the others lie between."""
 
 
 def ratio_bounds(config: SVDConfig, name: str) -> tuple[float, float]:
@@ -162,9 +158,11 @@ def _cost(
 
     def time(name: str, choice: Choice) -> float:
         matrix, dtype = matrices[name], name_of(dtypes[name])
-        size, stored = (matrix.K, matrix.N, choice.rank), dtype_name(choice.storage) or ""
+        linear = Linear(matrix.K, matrix.N, choice.rank, dtype_name(choice.storage) or "")
+        on = config.target or "", config.lnc, config.tp
+        group = (group_of(name),) if config.tp > 1 else ()
         return sum(
-            weight * time_us(*size, tokens, dtype, config.target, stored, config.lnc)
+            weight * time_us(linear, tokens, dtype, *on, *group)
             for tokens, weight in config.token_weights
         )
 
@@ -180,44 +178,3 @@ def _cost(
 def _budget(config: SVDConfig, names: Iterable[str], cost: Cost) -> float:
     """Return what matrices may cost together, a share of what they do before anything is done."""
     return (1 - config.ratio) * sum(cost(name, Choice(None, None)) for name in names)
-
-
-@cache  # many layers are of one shape
-def time_us(
-    K: int,
-    N: int,
-    rank: Rank,
-    M: int,
-    dtype: str,
-    target: str | None,
-    stored: str = "",
-    lnc: int = 1,
-) -> float:
-    """Return the modelled microseconds of `xuv` at a rank, or of the dense `xw` for None.
-
-    Between two planned ranks it is linear.
-
-    Args:
-        K: rows.
-        N: columns.
-        rank: of the pair, or None.
-        M: tokens.
-        dtype: of x.
-        target: `trn1`, `trn2` or `trn3`.
-        stored: the dtype of matrices in one byte; empty for `dtype`.
-        lnc: NeuronCores of a launch.
-    """
-    machine = dtype, target, lnc
-    if rank is None:
-        return 1e3 * plan_xw(M, K, N, *machine, weight_dtype=stored).time_ms
-
-    def planned_us(planned: int) -> float:
-        return 1e3 * plan_xuv(M, K, planned, N, *machine, weight_dtype=stored).time_ms
-
-    # an allocation asks for hundreds of ranks, and a plan takes a second: some are planned
-    step = -(-min(K, N) // (PLANNED_RANKS * PARTITIONS)) * PARTITIONS
-    least, share = divmod(rank, step)
-    low = planned_us(max(2, least * step))  # int4 has no odd rank
-    if not share:
-        return low
-    return low + share / step * (planned_us((least + 1) * step) - low)

@@ -44,7 +44,7 @@ def candidates(
     other = {"kfac": "kfac-drift", "kfac-drift": "kfac"}.get(config.method)
     if other and config.allocation == "greedy":
         found.append(replace(config, method=other))
-    free = {"budget": "parameters", "target": None, "tokens": 1, "lnc": 1}
+    free = {"budget": "parameters", "target": None, "tokens": 1, "lnc": 1, "tp": 1}
     plain = replace(config, **free, storage=config.one_byte)
     if config.is_mixed:
         fitting = set.intersection(

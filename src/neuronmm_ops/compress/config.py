@@ -53,6 +53,7 @@ class SVDConfig:
         tokens: M, for budget `time` alone; 1 is decoding. Or several, each with the weight of a
             launch of so many in the sum that is the cost: `{1: 0.8, 2048: 0.2}`.
         lnc: NeuronCores of a launch, for budget `time` alone: 1, or 2 on trn2 and trn3.
+        tp: ranks of tensor parallel, for budget `time` alone, with what they exchange.
         layer_ratios: target (as in `targets`) to a ratio of its own for every layer it selects,
             which then takes no part in the common budget (0 keeps it dense); or to the smallest and
             largest ratio it may get. The first that selects a layer holds.
@@ -79,6 +80,7 @@ class SVDConfig:
     target: str | None = None
     tokens: Tokens = 1
     lnc: int = 1
+    tp: int = 1
     layer_ratios: Mapping[str, LayerRatio] | tuple[tuple[str, LayerRatio], ...] = ()
     storage: str | None = None
     head_storage: str | None = None
@@ -94,7 +96,7 @@ class SVDConfig:
                 "ratio must be in (0, 1), the fraction of parameters removed, or 0 with storage "
                 f"{' or '.join(ONE_BYTE)}; got {self.ratio}"
             )
-        for name in ("block", "lnc"):
+        for name in ("block", "lnc", "tp"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name} must be an integer, got {value!r}")
@@ -120,7 +122,9 @@ class SVDConfig:
                 "budget time needs a target (trn1, trn2 or trn3), and no other budget has one; "
                 f"got budget {self.budget} and target {self.target}"
             )
-        for name in ("tokens", "lnc"):
+        if self.tp < 1:
+            raise ValueError(f"tp must be at least 1 rank, got {self.tp}")
+        for name in ("tokens", "lnc", "tp"):
             value = getattr(self, name)
             if self.budget != "time" and value != 1:
                 raise ValueError(f"budget time alone has {name}, got {value} and {self.budget}")
