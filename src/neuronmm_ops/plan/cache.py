@@ -25,8 +25,8 @@ from neuronmm_ops.kernels.problem import Plan, Problem
 
 SHIPPED = Path(__file__).with_name("plans.json")
 _BESIDE = (
-    *("calibration", "cli", "documents.py", "dropin.py", "judge", "legacy", "migrate"),
-    *("testing.py", "tolerance.py"),
+    *("calibration", "cli", "collector.py", "documents.py", "dropin.py", "judge", "legacy"),
+    *("migrate", "testing.py", "tolerance.py"),
     *("__init__.py", "__main__.py"),
 )
 """Parts of the core that no plan follows from."""
