@@ -20,6 +20,8 @@ from neuroncore.uncertainty import UNCERTAINTIES, assuming
 
 LAUNCH_US, NOISE, CLOSE = 15.0, 0.01, 0.05
 TRN2 = MACHINES["trn2"]
+SLOW = "use", "rest", "idle", "pause"
+"""Series whose fit is a search of half a minute."""
 NEVER = "hbm"
 """One core's kernel cannot tell."""
 GLOBALS = "DMA_START_NS", "DMA_DONE_NS", "HWDGE_NS", "TABLE_LOAD_NS", "PSUM_RESULT_CYCLES"
@@ -148,7 +150,7 @@ def measured(name, left_out=()):
 
 @pytest.fixture
 def times():
-    return measured("all more")
+    return measured("all more", SLOW)
 
 
 @cache
@@ -189,7 +191,7 @@ def test_the_hidden_sets_move_every_constant():
 
 
 def test_what_times_do_not_tell_apart_is_undecided_with_its_partner():
-    found = {each.name: each for each in calibrated("mixed", ("overwrites",)).constants}
+    found = {each.name: each for each in calibrated("mixed", ("overwrites", *SLOW)).constants}
     for name, other in (("dma_start_ns", "dma_done_ns"), ("dma_done_ns", "dma_start_ns")):
         assert found[name].after is found[name].plus_minus is None
         assert found[name].reason == f"times tell it only together with {other}"
@@ -198,7 +200,7 @@ def test_what_times_do_not_tell_apart_is_undecided_with_its_partner():
 def test_what_another_constant_hides_is_undecided_with_its_partner(monkeypatch):
     fast = Device(**{**MIXED, "short_gbps": 1.4, "dma_engine_gbps": 1.1})
     monkeypatch.setitem(DEVICES, "fast short rows", fast)
-    found = {each.name: each for each in calibrated("fast short rows").constants}
+    found = {each.name: each for each in calibrated("fast short rows", SLOW).constants}
     expected = fast.constants
     assert found["short_gbps"].after is None
     assert (
@@ -224,7 +226,7 @@ def test_what_was_refused_is_undecided_with_its_reason(times):
 
 @pytest.mark.parametrize("target", ["trn1", "trn3"])
 def test_other_targets_have_their_own_constants(target):
-    machine, found = MACHINES[target], calibrated(target)
+    machine, found = MACHINES[target], calibrated(target, SLOW)
     names = {each.name for each in found.constants}
     assert ("barrier_ns" in names) == machine.has("paired_cores")
     assert ("descriptors_ns" in names) == machine.has("hardware_dge")
@@ -241,7 +243,7 @@ def test_the_command_prints_and_writes_what_it_finds(run, times, tmp_path):
     document = json.loads((tmp_path / "out.json").read_bytes())
     assert document == {
         "measurements": str(tmp_path / "times.json"),
-        **asdict(calibrated("all more")),
+        **asdict(calibrated("all more", SLOW)),
     }
 
 
