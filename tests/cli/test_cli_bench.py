@@ -223,4 +223,8 @@ def test_what_the_layouts_exchange_is_shown(bench_model):
     assert "sum [M, 256], scattered sum [M, 128], sum [M, 256]" in shown
     weights = low["weight_bytes_by_layout"]
     assert f"one {weights['one'] / 1e9:.3g}, both {weights['both'] / 1e9:.3g}" in shown
+    assert (
+        "of dense on 4 ranks; neuronmm compress --budget time --target trn2 --lnc 1 --tp 4 buys"
+        in shown
+    )
     assert "With no collective under 6.16 us" in shown

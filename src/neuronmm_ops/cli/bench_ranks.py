@@ -77,6 +77,13 @@ def show_layouts(document: dict[str, Any]) -> None:
         f"every pair in one layout: {', '.join(weights)}; as taken, of both phases: "
         f"{low['memory']['weight_bytes'] / 1e9:.3g}."
     )
+    decode = _speedup(dense["phases"]["decode"], low["phases"]["decode"])
+    if decode["middle"] < 1:
+        on = " ".join([f"--{name} {document[name]}" for name in ("target", "lnc", "tp")])
+        stdout.print(
+            f"These pairs decode at {as_range(decode)} of dense on {document['tp']} ranks; "
+            f"neuronmm compress --budget time {on} buys ranks that pay there."
+        )
 
 
 def as_range(speedup: dict[str, float]) -> str:
