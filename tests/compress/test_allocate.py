@@ -166,6 +166,16 @@ def test_zero_sum_keeps_the_sum_of_changes_near_zero():
     assert abs(sum(dropped)) < 16 * max(map(abs, dropped)) / 10
 
 
+def test_a_rank_that_is_dearer_than_dense_is_not_bought():
+    """In time: launches and exchanges of a pair. Dense cost what the dearest pair does."""
+    matrices = {name: Matrix(64, 64, torch.ones(64).double()) for name in "ab"}
+    costs = {8: 4.0, 16: 3.0, 24: 7.0, None: 6.0}
+    found = greedy(matrices, lambda _, rank: costs[rank], 9.0, 8)
+    assert sorted(found.values(), key=str) == [16, None]
+    with pytest.raises(ValueError, match=r"budget of 5: the cheapest ranks cost 6; .* smaller tp"):
+        greedy(matrices, lambda _, rank: costs[rank], 5.0, 8)
+
+
 @pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
 @pytest.mark.slow
 def test_a_time_budget_is_met_in_modelled_time(target):

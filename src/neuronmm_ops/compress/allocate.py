@@ -8,7 +8,7 @@ meets exactly). A smaller ratio only buys more, so it never lowers a rank.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -89,7 +89,7 @@ def greedy(
         block: ranks are multiples of it.
 
     Raises:
-        ValueError: the smallest ranks cost more than the budget.
+        ValueError: the cheapest ranks cost more than the budget.
     """
     options, costs = _offers(matrices, cost, budget, block)
     ranks = {name: choices[0] for name, choices in options.items()}
@@ -124,7 +124,7 @@ def zero_sum(
         block: ranks are multiples of it.
 
     Raises:
-        ValueError: the smallest ranks cost more than the budget.
+        ValueError: the cheapest ranks cost more than the budget.
     """
     options, costs = _offers(matrices, cost, budget, block)
     position = {name: len(choices) - 1 for name, choices in options.items()}
@@ -154,15 +154,20 @@ def _change(matrix: Matrix, options: list[Rank], position: int) -> float | None:
 def _offers(
     matrices: Mapping[str, Matrix], cost: Cost, budget: float, block: int
 ) -> tuple[dict[str, list[Rank]], dict[str, list[float]]]:
-    """Return every matrix's options and their costs; raise where the smallest exceed the budget.
+    """Return every matrix's options and their costs; raise where the cheapest exceed the budget.
 
-    Costs are made ascending: a larger rank that takes less time costs what the smaller does.
+    A rank is none that costs, in time, no less than a larger one or than the dense matrix.
     """
-    options = {name: matrix.ranks(block) for name, matrix in matrices.items()}
-    costs = {
-        name: list(accumulate((cost(name, rank) for rank in ranks), max))
-        for name, ranks in options.items()
-    }
+    options: dict[str, list[Rank]] = {}
+    costs: dict[str, list[float]] = {}
+    for name, matrix in matrices.items():
+        kept: list[tuple[Rank, float]] = []
+        for rank in reversed(matrix.ranks(block)):
+            price = cost(name, rank)
+            if not kept or price < kept[-1][1]:
+                kept.append((rank, price))
+        options[name] = [rank for rank, _ in reversed(kept)]
+        costs[name] = [price for _, price in reversed(kept)]
     least = sum(c[0] for c in costs.values())
     if least > budget:
         raise no_allocation(budget, least)
@@ -172,8 +177,8 @@ def _offers(
 def no_allocation(budget: float, least: float) -> ValueError:
     """Return the error of a budget below the `least` that matrices can cost."""
     return ValueError(
-        f"no allocation meets the budget of {budget:.6g}: the smallest ranks, one block each, "
-        f"cost {least:.6g}; use a smaller ratio or a smaller block"
+        f"no allocation meets the budget of {budget:.6g}: the cheapest ranks cost {least:.6g}; use "
+        "a smaller ratio, a smaller block or, of time, a smaller tp"
     )
 
 
