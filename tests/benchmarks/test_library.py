@@ -85,6 +85,23 @@ def test_outcomes_of_scripts_and_their_row(tmp_path):
     assert why["other"].startswith("KeyError")
 
 
+@pytest.mark.slow
+def test_no_case_is_no_row_and_a_copy_has_no_commit(tmp_path):
+    """Without a package that conftest.py imports a row of 0 cases had our own commit beside it."""
+    clone = tmp_path / "around/published"
+    clone.mkdir(parents=True)
+    (clone / "conftest.py").write_text("import nowhere\n")
+    (clone / "right.py").write_text("print('right')\n")
+    _commit(clone.parent)
+    command = [sys.executable, "-m", "benchmarks.library", str(clone)]
+    run = {"cwd": ROOT, "capture_output": True, "text": True, "check": False}
+    none = subprocess.run([*command, "test"], **run)
+    assert (none.returncode, none.stdout) == (1, "")
+    assert none.stderr.endswith("no case ran; what pytest printed says why\n")
+    one = subprocess.run([*command, "--scripts", "right.py"], **run)
+    assert json.loads(one.stdout)["commit"] is None
+
+
 @pytest.mark.parametrize("name", ["float8_e4m3fn_x4", "float8_e5m2_x4", "float4_e2m1fn_x4"])
 def test_four_values_are_packed_as_the_simulator_reads_them(name):
     kind = np.dtype(getattr(ml_dtypes, name.removesuffix("_x4")))
