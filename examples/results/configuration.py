@@ -16,7 +16,7 @@ from sources import (
 )
 from writing import ranged, span
 
-from neuronmm_ops.estimate.linears import Linear
+from neuronmm_ops.plan.linear import Linear
 
 RATIO = 0.4
 """Of the checkpoint."""

@@ -6,10 +6,11 @@ from writing import number, ranged, table
 
 from neuronmm_ops import aligned_rank
 from neuronmm_ops.estimate.ends import compared
-from neuronmm_ops.estimate.exchange import Collectives
-from neuronmm_ops.estimate.layouts import GROUPS, Layout, exchanged, held_bytes
-from neuronmm_ops.estimate.linears import Linear, divided
+from neuronmm_ops.estimate.linears import divided
 from neuronmm_ops.models import ModelShape, model_shape
+from neuronmm_ops.plan.exchange import Collectives
+from neuronmm_ops.plan.layouts import GROUPS, Layout, exchanged, held_bytes
+from neuronmm_ops.plan.linear import Linear
 
 _TERMS = {"all_reduce": "sum", "all_gather": "gather", "reduce_scatter": "scattered sum"}
 _LAYOUTS = ("sum", "one", "both", "rows")

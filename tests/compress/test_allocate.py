@@ -11,7 +11,7 @@ from neuronmm_ops import SVDConfig
 from neuronmm_ops.compress.allocate import Matrix, greedy, zero_sum
 from neuronmm_ops.compress.budget import allocate
 from neuronmm_ops.compress.times import time_us
-from neuronmm_ops.estimate.linears import Linear
+from neuronmm_ops.plan.linear import Linear
 from neuronmm_ops.rank import parameter_count
 
 BLOCK = 8

@@ -14,9 +14,9 @@ from neuronmm_ops.compress.allocate import Matrix
 from neuronmm_ops.compress.compare import candidates, divergence
 from neuronmm_ops.compress.measured import Divergence, Losses
 from neuronmm_ops.compress.mixed import Choice, Offer, buy, choices_of
-from neuronmm_ops.estimate.linears import Linear
 from neuronmm_ops.nn import dense_linears
 from neuronmm_ops.plan import plan_op
+from neuronmm_ops.plan.linear import Linear
 from neuronmm_ops.storages import STORAGES, dtype_name
 
 pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")

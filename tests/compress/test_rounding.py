@@ -13,7 +13,7 @@ from neuronmm_ops.compress.budget import allocate
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.record import compressed_layers
 from neuronmm_ops.compress.times import time_us
-from neuronmm_ops.estimate.linears import Linear
+from neuronmm_ops.plan.linear import Linear
 from neuronmm_ops.storages import STORAGES, factor_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")

@@ -7,9 +7,9 @@ from neuronmm_ops import SVDConfig
 from neuronmm_ops.compress.allocate import Matrix
 from neuronmm_ops.compress.budget import allocate
 from neuronmm_ops.compress.times import group_of, time_us
-from neuronmm_ops.estimate.exchange import Collectives
-from neuronmm_ops.estimate.linears import Linear
 from neuronmm_ops.plan import plan_xuv, plan_xw
+from neuronmm_ops.plan.exchange import Collectives
+from neuronmm_ops.plan.linear import Linear
 from neuronmm_ops.rank import parameter_count
 
 ON = (1, "bfloat16", "trn2")

@@ -31,10 +31,11 @@ from neuronmm_ops.estimate import attention, one_launch
 from neuronmm_ops.estimate.baselines import neuronmm
 from neuronmm_ops.estimate.ends import ENDS, spread
 from neuronmm_ops.estimate.launches import Tracer
-from neuronmm_ops.estimate.linears import MLP, divided, linears, selection
+from neuronmm_ops.estimate.linears import divided, linears, selection
 from neuronmm_ops.estimate.passes import COMPONENTS, POINTS, lengths
 from neuronmm_ops.estimate.subject import SPEEDUPS
 from neuronmm_ops.models import SHAPES
+from neuronmm_ops.plan.linear import MLP
 
 
 @pytest.fixture(scope="module")

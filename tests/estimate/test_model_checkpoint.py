@@ -13,8 +13,9 @@ from neuronmm_ops.compress.record import record_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.estimate.ends import ENDS
 from neuronmm_ops.estimate.launches import of_op
-from neuronmm_ops.estimate.linears import MLP, linears, selection
+from neuronmm_ops.estimate.linears import linears, selection
 from neuronmm_ops.estimate.ranks import Ranks
+from neuronmm_ops.plan.linear import MLP
 from neuronmm_ops.storages import matrix_bytes
 
 FP8, INT8 = "float8_e4m3fn", "int8"

@@ -24,11 +24,12 @@ from tiny_model import (
 from neuroncore.collectives.links import RankGroup
 from neuroncore.hardware import MACHINES, Machine
 from neuronmm_ops.estimate import one_launch
-from neuronmm_ops.estimate.exchange import PUBLISHED_US
-from neuronmm_ops.estimate.linears import MLP, divided, linears
+from neuronmm_ops.estimate.linears import divided, linears
 from neuronmm_ops.estimate.memory import everywhere, weight_bytes
 from neuronmm_ops.estimate.passes import fitting
 from neuronmm_ops.models import SHAPES
+from neuronmm_ops.plan.exchange import PUBLISHED_US
+from neuronmm_ops.plan.linear import MLP
 
 
 def test_ranks_divide_the_sizes():

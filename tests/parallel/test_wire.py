@@ -7,10 +7,10 @@ from ranks import run
 from torch import nn
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
-from neuronmm_ops.estimate.exchange import Collectives
-from neuronmm_ops.estimate.layouts import exchanged
 from neuronmm_ops.parallel import SVDColumnwise, SVDMLPParallel, SVDRowwise
 from neuronmm_ops.parallel.sharding import DIVIDES, part
+from neuronmm_ops.plan.exchange import Collectives
+from neuronmm_ops.plan.layouts import exchanged
 
 pytestmark = pytest.mark.slow
 M, K, N = 6, 24, 36

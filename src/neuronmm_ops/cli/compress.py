@@ -117,7 +117,6 @@ def _add_allocation(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tp",
         type=int,
-        metavar="N",
         help="ranks of tensor parallel, with --budget time (default 1): their parts, and what they "
         "exchange",
     )

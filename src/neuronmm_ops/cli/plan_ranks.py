@@ -7,11 +7,12 @@ from typing import Any
 from neuroncore.cli.console import show_table, stdout
 from neuroncore.hardware import resolve_target
 from neuronmm_ops.cli.plan import Settings, compared_plans, speedup_range
-from neuronmm_ops.estimate.exchange import Collectives
-from neuronmm_ops.estimate.layouts import GROUPS, Group, Layout, exchanged, factors
-from neuronmm_ops.estimate.linears import Linear, divided
+from neuronmm_ops.estimate.linears import divided
 from neuronmm_ops.models import ModelShape
 from neuronmm_ops.plan import Plan, plan_xuv, plan_xw
+from neuronmm_ops.plan.exchange import Collectives
+from neuronmm_ops.plan.layouts import GROUPS, Group, Layout, exchanged, factors
+from neuronmm_ops.plan.linear import Linear
 from neuronmm_ops.rank import aligned_rank
 
 DIVIDES: tuple[Layout, ...] = ("one", "both")

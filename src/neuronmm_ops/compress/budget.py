@@ -12,9 +12,9 @@ from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.mixed import Choice, Cost, Offer, buy, choices_of
 from neuronmm_ops.compress.targets import matches
 from neuronmm_ops.compress.times import group_of, time_us
-from neuronmm_ops.estimate.linears import Linear
 from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.ops.backends.cpu import name_of
+from neuronmm_ops.plan.linear import Linear
 from neuronmm_ops.rank import pair_bytes
 from neuronmm_ops.storages import dtype_name
 

@@ -4,10 +4,10 @@ from functools import cache
 from math import ceil
 
 from neuroncore.hardware import PARTITIONS
-from neuronmm_ops.estimate.exchange import Collectives
-from neuronmm_ops.estimate.layouts import BY_ROWS, GROUPS, Group, Layout, exchanged, factors
-from neuronmm_ops.estimate.linears import Linear
 from neuronmm_ops.plan import plan_op
+from neuronmm_ops.plan.exchange import Collectives
+from neuronmm_ops.plan.layouts import BY_ROWS, GROUPS, Group, Layout, exchanged, factors
+from neuronmm_ops.plan.linear import Linear
 
 PLANNED_RANKS = 8
 """Of a matrix whose times the others lie between."""
@@ -40,7 +40,7 @@ def time_us(
 ) -> float:
     """Return the modelled microseconds of `xuv`, or of the dense `xw`, on each of `tp` ranks.
 
-    Ranks divide a pair in the quickest of the ways of `estimate.layouts`, and Linears of one input
+    Ranks divide a pair in the quickest of the ways of `plan.layouts`, and Linears of one input
     share its exchange. Between two planned ranks r the time is linear.
 
     Args:

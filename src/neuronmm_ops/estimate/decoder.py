@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, Self
 from neuronmm_ops.estimate.attention import plan_attention
 from neuronmm_ops.estimate.launches import Way
 from neuronmm_ops.estimate.layer import PARTS, Mlp, Part
-from neuronmm_ops.estimate.layouts import GROUPS
-from neuronmm_ops.estimate.linears import HEAD, Linear
+from neuronmm_ops.estimate.linears import HEAD
 from neuronmm_ops.estimate.ranks import Ranks
 from neuronmm_ops.estimate.rope import plan_rope
 from neuronmm_ops.models import ModelShape
+from neuronmm_ops.plan.layouts import GROUPS
+from neuronmm_ops.plan.linear import Linear
 from neuronmm_ops.plan.rms_norm import plan_rms_norm
 
 

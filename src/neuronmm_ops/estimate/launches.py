@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from neuronmm_ops.estimate.ends import ENDS, times_at
-from neuronmm_ops.estimate.exchange import Collective
-from neuronmm_ops.estimate.layouts import Group, Layout
 from neuronmm_ops.plan import Matrices, Other, plan_op
+from neuronmm_ops.plan.exchange import Collective
 from neuronmm_ops.plan.launches import PlannedKernel, planned_kernels
+from neuronmm_ops.plan.layouts import Group, Layout
 
 
 class Way(NamedTuple):

@@ -15,11 +15,12 @@ from typing import Literal
 from neuroncore import Kernel, NkiValidationError
 from neuronmm_ops.estimate.baselines import elementwise, matmul, neuronmm
 from neuronmm_ops.estimate.launches import Way
-from neuronmm_ops.estimate.layouts import GROUPS, Group, Layout, exchanged, factors
-from neuronmm_ops.estimate.linears import DTYPE, MLP, QKV, Linear
+from neuronmm_ops.estimate.linears import DTYPE
 from neuronmm_ops.estimate.ranks import Ranks
 from neuronmm_ops.plan import mlp_matrices
 from neuronmm_ops.plan.launches import PlannedKernel, TensorShape
+from neuronmm_ops.plan.layouts import GROUPS, Group, Layout, exchanged, factors
+from neuronmm_ops.plan.linear import MLP, QKV, Linear
 
 Mlp = Literal["ours", "published"]
 DIVIDES: tuple[Layout, ...] = ("one", "both", "rows")

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from neuroncore.hardware import resolve_target
 from neuronmm_ops.estimate.decoder import Decoder
 from neuronmm_ops.estimate.layer import PARTS, Part
-from neuronmm_ops.estimate.layouts import GROUPS, Group, Layout, held_bytes
-from neuronmm_ops.estimate.linears import ITEMSIZE
+from neuronmm_ops.plan.layouts import GROUPS, Group, Layout, held_bytes
+from neuronmm_ops.plan.linear import ITEMSIZE
 
 Taken = Mapping[tuple[int, Group], Collection[Layout]]
 """Layouts that passes take, by the number of a part of `Decoder.layers` and a group of its."""

@@ -15,13 +15,14 @@ from neuroncore import NkiValidationError
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.estimate.decoder import Decoder
 from neuronmm_ops.estimate.ends import ENDS, compared, ratios_of
-from neuronmm_ops.estimate.layouts import Layout
-from neuronmm_ops.estimate.linears import DTYPE, HEAD, Linear
+from neuronmm_ops.estimate.linears import DTYPE, HEAD
 from neuronmm_ops.estimate.memory import everywhere, weight_bytes
 from neuronmm_ops.estimate.passes import PHASES, fitting
 from neuronmm_ops.estimate.served import LAUNCH_US, as_served, speedup_as_served
 from neuronmm_ops.estimate.speculation import speculated
 from neuronmm_ops.estimate.subject import Options, prepared
+from neuronmm_ops.plan.layouts import Layout
+from neuronmm_ops.plan.linear import Linear
 
 LEFT_OUT = (
     "host: launching, scheduling, tokenizing, and everything between two launches",

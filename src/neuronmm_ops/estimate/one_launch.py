@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 
 from neuroncore.hardware import resolve_target
 from neuronmm_ops.estimate.ends import ENDS
-from neuronmm_ops.estimate.exchange import PUBLISHED_US, Collective
 from neuronmm_ops.estimate.launches import PassCost
-from neuronmm_ops.estimate.layouts import BY_ROWS, GROUPS, Layout, factors
-from neuronmm_ops.estimate.linears import DTYPE, MLP, QKV
+from neuronmm_ops.estimate.linears import DTYPE
 from neuronmm_ops.kernels.decoder_layer.operands import operands
 from neuronmm_ops.kernels.problem import Problem, several
 from neuronmm_ops.plan import MAX_INSTRUCTIONS, Other, Plan, plan_op
+from neuronmm_ops.plan.exchange import PUBLISHED_US, Collective
 from neuronmm_ops.plan.launches import PlannedKernel, planned_kernels, shapes_of
+from neuronmm_ops.plan.layouts import BY_ROWS, GROUPS, Layout, factors
+from neuronmm_ops.plan.linear import MLP, QKV
 
 if TYPE_CHECKING:
     from neuronmm_ops.estimate.decoder import Decoder, Kind

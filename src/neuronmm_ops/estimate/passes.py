@@ -12,10 +12,10 @@ import numpy as np
 from neuronmm_ops.estimate import one_launch
 from neuronmm_ops.estimate.decoder import Decoder
 from neuronmm_ops.estimate.ends import ENDS, spread
-from neuronmm_ops.estimate.exchange import PUBLISHED_US
 from neuronmm_ops.estimate.launches import PassCost, Way
-from neuronmm_ops.estimate.layouts import DIVIDED, LAYOUTS, Group, Layout
 from neuronmm_ops.estimate.memory import Taken, check_capacity, fits, layer_bytes, memory_of
+from neuronmm_ops.plan.exchange import PUBLISHED_US
+from neuronmm_ops.plan.layouts import DIVIDED, LAYOUTS, Group, Layout
 
 COMPONENTS = ("norm", "qkv", "rope", "attention", "output", "mlp", "lm_head", "collectives")
 PHASES = ("prefill", "decode")

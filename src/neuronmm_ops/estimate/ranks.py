@@ -9,13 +9,13 @@ from typing import Any
 
 from neuroncore import Kernel
 from neuroncore.hardware import resolve_target
-from neuronmm_ops.estimate.exchange import Collectives
 from neuronmm_ops.estimate.launches import Tracer, of_op
-from neuronmm_ops.estimate.layouts import LAYOUTS, Layout
 from neuronmm_ops.estimate.linears import DTYPE, divided
 from neuronmm_ops.models import ModelShape
 from neuronmm_ops.plan import Matrices, Other
+from neuronmm_ops.plan.exchange import Collectives
 from neuronmm_ops.plan.launches import PlannedKernel
+from neuronmm_ops.plan.layouts import LAYOUTS, Layout
 
 
 @dataclass(frozen=True, kw_only=True)

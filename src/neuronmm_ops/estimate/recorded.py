@@ -13,8 +13,9 @@ from neuronmm_ops.checkpoint import INDEX, SINGLE, inspect_headers, read_config
 from neuronmm_ops.compress.record import is_record, report_of
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.estimate.decoder import Kind
-from neuronmm_ops.estimate.linears import HEAD, Linear, linears
+from neuronmm_ops.estimate.linears import HEAD, linears
 from neuronmm_ops.models import ModelShape
+from neuronmm_ops.plan.linear import Linear
 from neuronmm_ops.storages import dtype_name
 
 RIVAL = "fp8"

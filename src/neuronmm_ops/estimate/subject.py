@@ -10,10 +10,11 @@ from neuroncore.hardware import resolve_target
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.estimate.decoder import Decoder, Kind
 from neuronmm_ops.estimate.layer import Mlp
-from neuronmm_ops.estimate.linears import HEAD, MLP, Linear, linears, selection
+from neuronmm_ops.estimate.linears import HEAD, linears, selection
 from neuronmm_ops.estimate.memory import check_capacity, memory_of
 from neuronmm_ops.estimate.recorded import Layers, Recorded, described, recorded
 from neuronmm_ops.models import ModelShape, resolve_shape
+from neuronmm_ops.plan.linear import MLP, Linear
 from neuronmm_ops.storages import checked, dtype_name
 
 SPEEDUPS = {

@@ -17,8 +17,8 @@ from collections.abc import Collection
 from math import ceil
 from typing import Literal, get_args
 
-from neuronmm_ops.estimate.exchange import Collective, Collectives
-from neuronmm_ops.estimate.linears import ITEMSIZE, MLP, QKV, Linear
+from neuronmm_ops.plan.exchange import Collective, Collectives
+from neuronmm_ops.plan.linear import ITEMSIZE, MLP, QKV, Linear
 from neuronmm_ops.storages import matrix_bytes
 
 Layout = Literal["dense", "sum", "one", "both", "rows"]

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from neuroncore.collectives.links import RankGroup
 from neuroncore.hardware import MACHINES
-from neuronmm_ops.estimate.exchange import PUBLISHED_US, Collectives
-from neuronmm_ops.estimate.layouts import BY_ROWS, GROUPS, exchanged, factors, held_bytes
-from neuronmm_ops.estimate.linears import Linear
 from neuronmm_ops.parallel import sharding
+from neuronmm_ops.plan.exchange import PUBLISHED_US, Collectives
+from neuronmm_ops.plan.layouts import BY_ROWS, GROUPS, exchanged, factors, held_bytes
+from neuronmm_ops.plan.linear import Linear
 
 SIZES = st.integers(1, 300)
 RANKS = st.sampled_from([1, 2, 3, 8])
