@@ -250,6 +250,27 @@ def test_a_launch_is_freed_without_the_garbage_collector():
         gc.enable()
 
 
+class _Ring:
+    """Refers to itself: only the collector frees it."""
+
+    def __init__(self):
+        self.itself = self
+
+
+def test_what_a_kernel_leaves_in_rings_is_collected_while_it_is_young():
+    """Counted as old it would stay until the rare walk over everything, with its arrays."""
+    rings = []
+
+    @nc.jit
+    def kernel(x):
+        rings.append(weakref.ref(_Ring()))
+        return stored(loaded(x))
+
+    nc.simulate(kernel, data((4, 4)))
+    gc.collect(1)
+    assert [ring() for ring in rings] == [None]
+
+
 @pytest.mark.parametrize("call", [lambda: nl.ndarray((4, 6), nl.float32), nl.program_id,
                                   lambda: nl.shared_identity_matrix(4)])  # fmt: skip
 def test_instructions_outside_a_kernel(call):

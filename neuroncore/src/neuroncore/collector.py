@@ -9,17 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Generator[None]:
-    """A trace and its schedule are many objects and no cycles: walking them doubles the time.
-
-    What was made meanwhile counts as old afterwards, or the next collection would walk it at once.
-    """
+    """A trace and its schedule are many objects and no cycles: walking them doubles the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
