@@ -145,6 +145,12 @@ class SVDConfig:
         if self.target is not None:
             hardware = resolve_target(self.target)
             hardware.check_lnc(self.lnc)
+            most = hardware.cores // self.lnc * hardware.links.chips
+            if self.tp > most:
+                raise ValueError(
+                    f"tp must be at most {most}, the ranks of lnc {self.lnc} that NeuronLink "
+                    f"connects on {hardware.target}; got {self.tp}"
+                )
             object.__setattr__(self, "target", hardware.target)
         object.__setattr__(self, "targets", _checked_targets(self.targets))
         object.__setattr__(self, "layer_ratios", _checked_ratios(self.layer_ratios))
