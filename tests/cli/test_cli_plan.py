@@ -138,3 +138,11 @@ def test_shards_of_a_rank(plan):
     shown = plan(*arguments).page()
     assert {"2048x320", "1280x2048"} <= set(shown.split())
     assert "one of 4 ranks on trn2" in shown
+
+
+def test_no_more_ranks_than_links_connect(plan):
+    """An internal error before."""
+    refused(
+        plan("Llama-3.1-70B", "--tp", "64", "--target", "trn1", "--tokens", "1"),
+        "tp must be at most 32, the ranks of lnc 1 that NeuronLink connects on trn1; got 64",
+    )

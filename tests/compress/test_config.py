@@ -191,7 +191,7 @@ def test_a_target_is_known_by_any_of_its_names():
 
 
 def test_no_more_ranks_than_are_connected():
-    """64 on trn2 with both cores; more ended in an internal error after the calibration."""
+    """64 on trn2 with both cores; more ended in an internal error."""
     assert SVDConfig(budget="time", target="trn2", lnc=2, tp=64).tp == 64
     with pytest.raises(ValueError, match=r"tp must be at most 64, the ranks of lnc 2 .*; got 65"):
         SVDConfig(budget="time", target="trn2", lnc=2, tp=65)

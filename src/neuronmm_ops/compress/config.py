@@ -9,6 +9,7 @@ from typing import Any, Self, cast
 from neuroncore.hardware import resolve_target
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.patterns import takes_for_ever
+from neuronmm_ops.plan.exchange import Collectives
 from neuronmm_ops.rank import STEP, aligned_rank
 from neuronmm_ops.storages import STORAGES as ONE_BYTE
 
@@ -145,12 +146,7 @@ class SVDConfig:
         if self.target is not None:
             hardware = resolve_target(self.target)
             hardware.check_lnc(self.lnc)
-            most = hardware.cores // self.lnc * hardware.links.chips
-            if self.tp > most:
-                raise ValueError(
-                    f"tp must be at most {most}, the ranks of lnc {self.lnc} that NeuronLink "
-                    f"connects on {hardware.target}; got {self.tp}"
-                )
+            Collectives(hardware.target, self.lnc, self.tp)  # refuses ranks that nothing connects
             object.__setattr__(self, "target", hardware.target)
         object.__setattr__(self, "targets", _checked_targets(self.targets))
         object.__setattr__(self, "layer_ratios", _checked_ratios(self.layer_ratios))

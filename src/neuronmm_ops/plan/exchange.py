@@ -47,12 +47,25 @@ class Collectives:
         lnc: NeuronCores of a rank.
         tp: ranks.
         least_us: time that every collective takes at least.
+
+    Raises:
+        ValueError: there are more ranks than NeuronLink connects.
     """
 
     target: str
     lnc: int
     tp: int
     least_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse ranks that no link is modelled for."""
+        machine = resolve_target(self.target)
+        most = machine.cores // self.lnc * machine.links.chips
+        if self.tp > most:
+            raise ValueError(
+                f"tp must be at most {most}, the ranks of lnc {self.lnc} that NeuronLink connects "
+                f"on {machine.target}; got {self.tp}"
+            )
 
     def all_reduce(self, M: int, N: int, itemsize: int = 2) -> tuple[Collective, ...]:
         """The sum of [M, N] over the ranks, which all of them get."""
