@@ -7,7 +7,8 @@ from scale_kernels import X
 import neuroncore as nc
 from neuroncore import isa as nisa
 from neuroncore import language as nl
-from neuroncore.hardware import MACHINES
+from neuroncore.hardware import MACHINES, Throttle
+from neuroncore.timing.resources import RecentUse
 from neuroncore.uncertainty import UNCERTAINTIES, assuming
 
 MATMUL_NS = 512 / 2.4
@@ -101,6 +102,16 @@ def test_a_throttled_engine_goes_on_at_half_its_rate_where_it_is_used_little():
         use = 8 * MATMUL_NS / (firsts[-1] - firsts[-2])
         assert (use >= 3 / 8) == (rate == 1.0), use
         assert matmul_ns(run.profile)[-1] == pytest.approx(MATMUL_NS / rate, rel=0.03)
+
+
+def test_columns_count_as_use_and_their_issue_does_not():
+    recent = RecentUse(Throttle(window_ns=1000.0, use=0.45, rate=0.5))
+    at = 0.0
+    for _ in range(50):
+        at += recent.slowed(at, 100.0, 0.0)
+    assert recent.slowed(at, 100.0, 0.0) == 100.0
+    took = [recent.slowed(at + 100.0 * n, 40.0, 30.0) for n in range(1, 50)]
+    assert (took[0], took[-1]) == (70.0, 80.0)  # 0.4 of the time columns, 0.7 with issue
 
 
 def test_what_would_help_knows_of_throttling():
