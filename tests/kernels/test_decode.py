@@ -195,6 +195,32 @@ def test_sums_are_cut_without_overlap(size, M, machine, unit, itemsize):
     assert sorted(columns(parts)) == list(range(size))
 
 
+@pytest.mark.parametrize(
+    ("unit", "size", "widths"),
+    [
+        (32, 32, [32]), (32, 64, [32, 32]), (32, 128, [64, 64]), (32, 256, [96, 96, 64]),
+        (32, 512, [128] * 4), (128, 128, [128]), (128, 256, [128, 128]),
+        (128, 448, [128, 128, 128, 64]),
+    ],
+)  # fmt: skip
+def test_few_columns_are_in_fewer_groups(unit, size, widths):
+    """All groups' matmuls are issued while one streams its columns at half the rate."""
+    sums = tiling.SumTiling(size, 1, TRN2.pe_tile, unit, 512)
+    assert [group.size for group in sums.groups] == widths
+    assert sums.group_partitions == 32
+
+
+@given(st.integers(1, 9000), st.integers(-4000, 9000))
+def test_two_cores_share_columns(size, ahead):
+    first, second = [tiling.core_columns(size, core, 2, ahead) for core in range(2)]
+    assert (first.start, first.size) == (0, second.start)
+    assert second.start + second.size == size
+    if size >= 256 and -size < ahead < size - 64:
+        assert abs(second.size - first.size - ahead) <= 64
+    whole = tiling.core_columns(size, 0, 1, ahead)
+    assert (whole.start, whole.size) == (0, size)
+
+
 @given(st.integers(0, 60), st.integers(2, 9000), st.sampled_from((512, 4096, 16384)), st.booleans())
 def test_weight_tiles_follow_one_another(tiles, row_bytes, tile_bytes, first):
     for last in (False, True):

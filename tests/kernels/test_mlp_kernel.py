@@ -25,6 +25,7 @@ from kernels.cases import (
 )
 
 import neuroncore as nc
+from neuronmm_ops.kernels.knobs import balances
 from neuronmm_ops.kernels.mlp.decode import mlp_decode
 from neuronmm_ops.kernels.mlp.prefill import mlp
 from neuronmm_ops.models import SHAPES
@@ -84,6 +85,22 @@ def test_decode(M, sizes, up, core, dtype, name, blocks):
         once = M * up * problem.itemsize
         (traffic,) = [t.read_bytes for t in profile.tensors if t.name == "x_up"]
         assert traffic in (once, core[1] * once)
+
+
+@pytest.mark.parametrize(("M", "stored"), [(1, ""), (4, "int8")])
+def test_cores_balance_what_they_load(M, stored):
+    """Of seven tiles of inner features the first core has four, and fewer columns of down."""
+    problem = problem_of(M, (1024, 896, 2048), 0, "bfloat16", ("trn2", 2), stored)
+    loads: list[list[int]] = []
+    for balance in (False, True):
+        blocks = {"stationary": False, "inner_block": 512, "balance": balance}
+        case = Case(problem, blocks=blocks, phase="decode")
+        cores = check(case).schedule.cores
+        loads.append([sum([t.dma.reads[1] for t, *_ in c.issued if t.dma]) for c in cores])
+        run(case, drawn(case), schedules=2)
+    uneven, even = [abs(first - second) / first for first, second in loads]
+    assert uneven > 0.1 > 0.05 > even
+    assert {"balance": True} in balances(problem)
 
 
 @settings(max_examples=8)

@@ -162,6 +162,13 @@ def inner_blocks(problem: Problem) -> list[int]:
     return sorted({min(count * bank, width) for count in range(1, SUM_BANKS + 1)})
 
 
+def balances(problem: Problem) -> list[Arguments]:
+    """Whether cores balance what they load, where they do not share inner features evenly."""
+    own = core_part(problem, problem.inner)
+    uneven = problem.lnc > 1 and 2 * own != problem.inner
+    return axis("balance", (False, True) if uneven else (False,))
+
+
 def stationary_inner(problem: Problem) -> Arguments:
     """As `inner_blocks`, the one with stationary weights: rows of one byte that DMAs move well."""
     blocks = inner_blocks(problem)

@@ -88,7 +88,7 @@ class Decoding(nl.NKIObject):
         check_operands(shape, qkv_hbm, self.rotary[0], layer.v_cache, self.positions_hbm)
         qkv.write_normed(qkv_hbm, before, layer.norms[0], self.eps, layer.biases)
         meet(qkv_hbm)
-        stream_hbm = nl.ndarray(before.x_hbm.shape, dtype=x.dtype, buffer=nl.private_hbm)
+        stream_hbm = nl.ndarray((tokens, qkv.features), dtype=x.dtype, buffer=nl.private_hbm)
         before.store(stream_hbm)
         norms: list[HeadNorm] = []
         if not is_none(layer.norms[2]):
@@ -123,6 +123,7 @@ class Decoding(nl.NKIObject):
             own_knobs.inner_block,
             own_knobs.k_chunk,
             own_knobs.spill,
+            own_knobs.balance,
         )
         norm = layer.norms[1]
         H = mlp.vs[2].hbm.shape[1]
@@ -146,7 +147,7 @@ class Decoding(nl.NKIObject):
         if not last:
             load_table()
         buffer = nl.shared_hbm if last else nl.private_hbm
-        stream_hbm = nl.ndarray(after.x_hbm.shape, dtype=x.dtype, buffer=buffer)
+        stream_hbm = nl.ndarray((tokens, mlp.features), dtype=x.dtype, buffer=buffer)
         if not last or nl.program_id(0) == 0:
             after.store(stream_hbm)
         return [out_hbm, stream_hbm]
@@ -168,9 +169,9 @@ def decoder_layer_decode(
     eps: float = 1e-6,
     window: int = 0,
     tp: int = 1,
-    qkv_knobs: tuple[int, ...] = (2048, 0, 0, 0, 1024, 1, 1024, 1024, 16384, 0),
-    output_knobs: tuple[int, ...] = (1024, 0, 0, 0, 1024, 0, 1024, 1024, 16384, 0),
-    mlp_knobs: tuple[int, ...] = (512, 0, 2048, 0, 1280, 1, 1024, 2048, 16384, 0),
+    qkv_knobs: tuple[int, ...] = (2048, 0, 0, 0, 1024, 1, 1024, 1024, 16384, 0, 0),
+    output_knobs: tuple[int, ...] = (1024, 0, 0, 0, 1024, 0, 1024, 1024, 16384, 0, 0),
+    mlp_knobs: tuple[int, ...] = (512, 0, 2048, 0, 1280, 1, 1024, 2048, 16384, 0, 0),
     fingerprint: str = "",
 ) -> tuple[Any, ...]:
     """Pre-norm layers of M new tokens a sequence; every byte of weights and caches loaded once.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from neuronmm_ops.kernels.decoder_layer.operands import linears_of, stages_of
 from neuronmm_ops.kernels.decoder_layer.stage import KNOBS
-from neuronmm_ops.kernels.knobs import Arguments, Knobs, core_part, even, inner_blocks
+from neuronmm_ops.kernels.knobs import Arguments, Knobs, balances, core_part, even, inner_blocks
 
 if TYPE_CHECKING:
     from neuronmm_ops.kernels.problem import Problem
@@ -82,7 +82,13 @@ def changed(values: tuple[int, ...], **knobs: int) -> tuple[int, ...]:
     return tuple([int(knobs.get(name, value)) for name, value in pairs])
 
 
-_BLOCKS = [[{"block": size} for size in (512, 1024, 2048)]]
+_BLOCKS = [
+    [
+        {"block": size, "last_block": last}
+        for size in (512, 1024, 2048, 4096)
+        for last in sorted({min(size, 1024), size})
+    ]
+]
 """On ranks, whose Linears are so small that alone they are planned for other bounds."""
 
 
@@ -107,4 +113,5 @@ def _axes(stage: Problem) -> list[list[dict[str, int]]]:
         found.append([{"fuse": 0}, {"fuse": 1}])
     if stage.inner:
         found.append([{"inner_block": block} for block in inner_blocks(stage)])
+        found.append(balances(stage))
     return found if stage.op in ("svd_mlp", "mlp") else [*found, chunks]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neuronmm_ops.kernels.front_end import is_none
-from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
+from neuronmm_ops.kernels.shim import NkiTensor, ncc, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, KPart, Span
 
@@ -15,8 +15,8 @@ class Residual(nl.NKIObject):
     that its norm needs none, nor a way through HBM.
 
     Args:
-        x_hbm: [M, H].
-        added_hbm: [M, H], or None.
+        x_hbm: [M, H], or what all ranks have of it: the rank's columns are known at run time.
+        added_hbm: as x_hbm, or None.
         ranges: of H, each of which is a K chunk; together all of it.
         lanes: of the K chunks.
         group: rows of the weights that share a scale; 0: all.
@@ -30,8 +30,10 @@ class Residual(nl.NKIObject):
         lanes: int,
         group: int,
     ) -> None:
-        self.x_hbm = x_hbm
-        self.added_hbm = added_hbm
+        self.tokens = x_hbm.shape[0]
+        self.features = 0
+        for s in ranges:
+            self.features += s.size
         self.chunks: list[KChunk] = []
         # [rows, M, tiles] of each part of each chunk
         self.parts_sb: list[list[NkiTensor]] = []
@@ -41,13 +43,26 @@ class Residual(nl.NKIObject):
             chunk = KChunk(s.start, own_hbm, False, 0, dtype, None, lanes, scaled_rows=group)
             parts_sb: list[NkiTensor] = []
             for part in chunk.parts:
-                part_sb = loaded(x_hbm, s.start, part)
+                part_sb = self.loaded(x_hbm, s.start, part)
                 if not is_none(added_hbm):
-                    added_sb = loaded(added_hbm, s.start, part)
+                    added_sb = self.loaded(added_hbm, s.start, part)
                     nisa.tensor_tensor(part_sb, part_sb, added_sb, nl.add)
                 parts_sb.append(part_sb)
             self.chunks.append(chunk)
             self.parts_sb.append(parts_sb)
+
+    def loaded(self, hbm: NkiTensor, start: int, part: KPart) -> NkiTensor:
+        """As `loaded`, of a stream."""
+        whole = hbm.shape[1]
+        if whole == self.features:
+            return loaded(hbm, start, part)
+        sb = nl.ndarray((part.rows, self.tokens, part.tiles), dtype=hbm.dtype)
+        by_rank = hbm.reshape_dim(1, (whole // self.features, self.features))
+        pattern = [[part.tiles, part.rows], [whole, self.tokens], [1, part.tiles]]
+        first = start + part.start
+        own_hbm = by_rank.ap(pattern, first, scalar_offset=ncc.rank_id(), indirect_dim=1)
+        nisa.dma_copy(sb, own_hbm)
+        return sb
 
     def store(self, hbm: NkiTensor) -> None:
         """Write the stream to [M, H]."""
@@ -93,7 +108,7 @@ class Residual(nl.NKIObject):
 
     def mean(self, ranks: int) -> NkiTensor:
         """mean(x^2) of each token on every partition, [128, M] fp32, or what one rank adds."""
-        M, H = self.x_hbm.shape
+        M, H = self.tokens, self.features
         shares_sb = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.float32)
         nisa.memset(shares_sb, 1.0 / (H * ranks), engine=nisa.gpsimd_engine)
         mean_psum = nl.ndarray((PARTITIONS, M), dtype=nl.float32, buffer=nl.psum)

@@ -31,7 +31,7 @@ class TensorParallel(nl.NKIObject):
         return sums
 
     def fitted(self, streams: list[NkiTensor], features: int) -> list[NkiTensor]:
-        """The features [M, ...] in HBM that a stage contracts: all, or those of a rank."""
+        """Streams [M, ...] in HBM of which a stage contracts `features`: all, or its rank's."""
         parts: list[NkiTensor] = []
         for hbm in streams:
             if hbm.shape[1] < features:
@@ -45,21 +45,9 @@ class TensorParallel(nl.NKIObject):
             if hbm.shape[1] < features:
                 found.append(self.side_by_side(rows[seen]))
                 seen += 1
-            elif hbm.shape[1] > features:
-                found.append(self.own(hbm))
             else:
                 found.append(hbm)
         return found
-
-    def own(self, hbm: NkiTensor) -> NkiTensor:
-        """This rank's columns of [M, H], which are known at run time, for this core."""
-        M, H = hbm.shape
-        size = H // self.count
-        own_hbm = nl.ndarray((M, size), dtype=hbm.dtype, buffer=nl.private_hbm)
-        by_rank = hbm.reshape_dim(1, (self.count, size))
-        pattern = [[H, M], [1, size]]
-        nisa.dma_copy(own_hbm, by_rank.ap(pattern, 0, scalar_offset=ncc.rank_id(), indirect_dim=1))
-        return own_hbm
 
     def gathered(self, parts: list[NkiTensor]) -> list[NkiTensor]:
         """[M, size] of all ranks, one below the other."""

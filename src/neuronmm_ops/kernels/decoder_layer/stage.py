@@ -13,7 +13,7 @@ from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, l
 
 KNOBS = (
     *("k_chunk", "dma_cast", "inner_block", "spill"),
-    *("rank_block", "fuse", "block", "last_block", "tile_bytes", "stationary"),
+    *("rank_block", "fuse", "block", "last_block", "tile_bytes", "stationary", "balance"),
 )
 """Of a stage, as the ops' kernels have them; it does not read what its Linears have no use for."""
 
@@ -32,6 +32,7 @@ class StageKnobs(nl.NKIObject):
         self.linear = LinearKnobs(
             values[4], values[5] > 0, values[6], values[7], values[8], values[9] > 0
         )
+        self.balance = values[10] > 0
 
 
 class Stage(nl.NKIObject):

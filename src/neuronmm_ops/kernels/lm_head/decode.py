@@ -5,7 +5,7 @@ from __future__ import annotations
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
-from neuronmm_ops.kernels.stages.decode import contract, own
+from neuronmm_ops.kernels.stages.decode import contract, own_columns
 from neuronmm_ops.kernels.stages.facts import facts
 from neuronmm_ops.kernels.stages.sums import Sums
 from neuronmm_ops.kernels.stages.tiling import (
@@ -198,7 +198,7 @@ def lm_head_decode(
     weight = DecodeWeight(w, x.dtype, w_scale, dma_cast)
     lanes = lanes_of(M, facts().pe_tile)
     chunks = chunks_of(x, Span(0, H), 0, k_chunk, x.dtype, None, lanes, weight.group)
-    blocks = output_blocks(own(V), block, last_block)
+    blocks = output_blocks(own_columns(V), block, last_block)
     parts = 0
     for columns in blocks:
         tiling = SumTiling(columns.size, M, facts().pe_tile, OUTPUT_UNIT, 1)

@@ -6,7 +6,7 @@ from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.mlp.prefill import check_matrices
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
-from neuronmm_ops.kernels.stages.decode import own, write_block
+from neuronmm_ops.kernels.stages.decode import ahead, own, own_columns, write_block
 from neuronmm_ops.kernels.stages.linears import LinearKnobs, MlpKnobs
 from neuronmm_ops.kernels.stages.stationary import Turned, turned, write_turned
 from neuronmm_ops.kernels.stages.tiling import (
@@ -41,6 +41,7 @@ def mlp_decode(
     spill: bool = True,
     dma_cast: int = 0,
     stationary: bool = False,
+    balance: bool = False,
     fingerprint: str = "",
 ) -> NkiTensor:
     """out = (act(x @ w_gate) * (x_up @ w_up)) @ w_down, x_up by default x, for up to 128 tokens.
@@ -69,6 +70,7 @@ def mlp_decode(
             and engines the others; 0: engines all.
         stationary: weights are the stationary operand, which takes as long whatever column groups
             of TensorE do; of one core, act(gate) * up stays in SBUF.
+        balance: of two cores, each loads as many weights, not as many columns of the last one.
         fingerprint: of all kernels' source, for caches that know one function's alone; not read.
 
     Returns:
@@ -104,7 +106,7 @@ def mlp_decode(
         up_part = Span(0, x_up.shape[1])
         sides.append(chunks_of(x_up, up_part, 0, k_chunk, x.dtype, None, lanes, group))
     linear = LinearKnobs(0, False, block, last_block, tile_bytes, stationary)
-    knobs = MlpKnobs(linear, activation, inner_block, k_chunk, spill)
+    knobs = MlpKnobs(linear, activation, inner_block, k_chunk, spill, balance)
     write_dense_mlp(out_hbm, sides, weights, knobs)
     return out_hbm
 
@@ -122,7 +124,9 @@ def write_dense_mlp(
     """
     M, linear, activation = out_hbm.shape[0], knobs.linear, knobs.activation
     I, dtype, group = weights[2].rows, weights[0].dtype, weights[0].group  # noqa: E741
-    blocks = output_blocks(own(weights[2].hbm.shape[1]), linear.block, linear.last_block)
+    before = ahead(I, group, weights[0].rows + weights[1].rows, I) if knobs.balance else 0
+    columns = own_columns(weights[2].hbm.shape[1], before)
+    blocks = output_blocks(columns, linear.block, linear.last_block)
     if linear.stationary:
         both: list[list[Turned]] = [turned(sides[0])]
         both.append(both[0] if len(sides) == 1 else turned(sides[1]))

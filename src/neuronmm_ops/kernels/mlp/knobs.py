@@ -8,6 +8,7 @@ from neuronmm_ops.kernels.knobs import (
     Arguments,
     Knobs,
     axis,
+    balances,
     decode_knobs,
     fits_groups,
     hidden_axis,
@@ -35,7 +36,7 @@ def decode(problem: Problem) -> list[Knobs]:
     spills = axis("spill", (True, False) if problem.lnc == 1 else (True,))
     start: Arguments = {**inners[0], "spill": True}
     stationary = {**stationary_inner(problem), "spill": problem.lnc == 2}
-    return decode_knobs(problem, [start], [inners, spills], stationary)
+    return decode_knobs(problem, [start], [inners, spills, balances(problem)], stationary)
 
 
 def prefill(problem: Problem) -> list[Knobs]:

@@ -12,13 +12,25 @@ from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk
 from neuronmm_ops.kernels.stages.sums import Product, Sums
-from neuronmm_ops.kernels.stages.tiling import OUTPUT_UNIT, Span, core_span, spans
+from neuronmm_ops.kernels.stages.tiling import OUTPUT_UNIT, Span, core_columns, core_span, spans
 from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
 
 def own(size: int, group: int = 0) -> Span:
     """This core's range of a dimension, as `core_span`."""
     return core_span(size, nl.program_id(0), nl.num_programs(0), group)
+
+
+def own_columns(size: int, ahead: int = 0) -> Span:
+    """This core's columns of an output, as `core_columns`."""
+    return core_columns(size, nl.program_id(0), nl.num_programs(0), ahead)
+
+
+def ahead(inner: int, group: int, each: int, rows: int) -> int:
+    """Columns of `rows` that the first core is ahead by, with `each` weights an inner feature."""
+    cores = nl.num_programs(0)
+    first, second = core_span(inner, 0, cores, group), core_span(inner, 1, cores, group)
+    return (first.size - second.size) * each // rows if cores > 1 else 0
 
 
 def contract(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk
-from neuronmm_ops.kernels.stages.decode import again, own, project, write_block
+from neuronmm_ops.kernels.stages.decode import again, own_columns, project, write_block
 from neuronmm_ops.kernels.stages.stationary import (
     Turned,
     project_turned,
@@ -44,16 +44,24 @@ class MlpKnobs(nl.NKIObject):
         inner_block: columns of gate and of up whose sums are in PSUM together.
         k_chunk: columns of act(gate) * up that are transposed together where it comes from HBM.
         spill: it goes there.
+        balance: of two cores, each loads as many weights, not as many columns of the last one.
     """
 
     def __init__(
-        self, linear: LinearKnobs, activation: str, inner_block: int, k_chunk: int, spill: bool
+        self,
+        linear: LinearKnobs,
+        activation: str,
+        inner_block: int,
+        k_chunk: int,
+        spill: bool,
+        balance: bool,
     ) -> None:
         self.linear = linear
         self.activation = activation
         self.inner_block = inner_block
         self.k_chunk = k_chunk
         self.spill = spill
+        self.balance = balance
 
 
 def write_pairs(
@@ -80,7 +88,7 @@ def write_pairs(
         turned_low = project_turned(turned(chunks), us, knobs.rank_block, tile_bytes, M)
         for n in range(count):
             ends = n + 1 == count
-            columns = own(vs[n].hbm.shape[1])
+            columns = own_columns(vs[n].hbm.shape[1])
             blocks = output_blocks(columns, knobs.block, knobs.last_block if ends else 0)
             to_hbm, bias = parts_hbm[n], biases[n]
             write_turned(to_hbm, turned_low[n], vs[n], bias, blocks, tile_bytes, n == 0, ends)
@@ -88,7 +96,7 @@ def write_pairs(
     low = project(chunks, us, knobs.rank_block, knobs.fuse, tile_bytes, M)
     for n in range(count):
         ends = n + 1 == count
-        columns = own(vs[n].hbm.shape[1])
+        columns = own_columns(vs[n].hbm.shape[1])
         blocks = output_blocks(columns, knobs.block, knobs.last_block if ends else 0)
         for j in range(len(blocks)):
             first, last = n + j == 0, ends and j + 1 == len(blocks)
@@ -121,7 +129,9 @@ def write_dense(
     for n in range(len(weights)):
         w, to_hbm, bias = weights[n], parts_hbm[n], biases[n]
         ends, side = n + 1 == len(weights), min(n, len(sides) - 1)
-        blocks = output_blocks(own(w.hbm.shape[1]), knobs.block, knobs.last_block if ends else 0)
+        blocks = output_blocks(
+            own_columns(w.hbm.shape[1]), knobs.block, knobs.last_block if ends else 0
+        )
         tile_bytes = knobs.tile_bytes
         if knobs.stationary:
             write_turned(to_hbm, sides_turned[side], w, bias, blocks, tile_bytes, n == 0, ends)

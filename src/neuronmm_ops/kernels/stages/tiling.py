@@ -7,6 +7,8 @@ from neuronmm_ops.kernels.nki_object import NKIObject
 
 BANK_COLUMNS = 512
 """fp32 columns of a PSUM bank: the largest moving side of a matmul."""
+OUTPUT_UNIT = 32
+"""Columns that a column group of the output of decode, and a core's part, is a multiple of."""
 
 
 class Span(NKIObject):
@@ -110,10 +112,28 @@ def core_span(size: int, core: int, cores: int, group: int = 0) -> Span:
 
     They always do where a `group` of 128 shares scales.
     """
+    unit = PARTITIONS if group > 0 or size >= 2 * PARTITIONS else 1
+    return _shared(size, core, cores, unit)
+
+
+def core_columns(size: int, core: int, cores: int, ahead: int = 0) -> Span:
+    """A core's columns of an output; of two the first gets fewer by the work that it is `ahead`.
+
+    They need not be a multiple of 128, as what is contracted next is.
+
+    Args:
+        size: columns.
+        core: which.
+        cores: 1 or 2.
+        ahead: columns that take as long as what the first core has done beyond the other.
+    """
+    return _shared(size, core, cores, OUTPUT_UNIT if size >= 2 * PARTITIONS else 1, ahead)
+
+
+def _shared(size: int, core: int, cores: int, unit: int, ahead: int = 0) -> Span:
     if cores == 1:
         return Span(0, size)
-    unit = PARTITIONS if group > 0 or size >= 2 * PARTITIONS else 1
-    half = min(size, tiles_in(size, 2 * unit) * unit)
+    half = min(size, tiles_in(max(0, size - ahead), 2 * unit) * unit)
     return Span(0, half) if core == 0 else Span(half, size - half)
 
 
@@ -178,12 +198,16 @@ def unit_tiles(size: int, unit: int) -> Span:
 
 SUM_BANKS = PSUM_BANKS - 2
 """PSUM banks for sums; the other two are for transposes."""
-OUTPUT_UNIT = 32
-"""Columns that a column group of the output is a multiple of."""
 EDGE_TILE_BYTES = 4096
 """Bytes a partition of a stage's first and of the kernel's last weight tile, at most.
 
 TensorE starts on a tile when all of it has arrived.
+"""
+ISSUED_COLUMNS = 32
+"""Columns that TensorE streams at half its rate while it issues a matmul: 64 cycles.
+
+Of few columns, fewer column groups work side by side, and fewer matmuls are issued: as many as
+take no longer to issue than a group takes to stream.
 """
 SHUFFLED = 32
 """Partitions among which VectorE copies one to the others."""
@@ -319,6 +343,8 @@ class SumTiling(NKIObject):
         self.size = size
         self.step = step
         self.group_partitions = PARTITIONS // count
+        while ISSUED_COLUMNS * (count - 1) ** 2 >= size:
+            count -= 1
         self.width = min(size, tiles_in(size, unit * count) * unit)
         self.groups = spans(0, size, self.width)
         self.partitions = (len(self.groups) - 1) * self.group_partitions + M

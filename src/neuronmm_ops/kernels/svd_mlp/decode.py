@@ -5,7 +5,14 @@ from __future__ import annotations
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
-from neuronmm_ops.kernels.stages.decode import contract, own, project, write_block
+from neuronmm_ops.kernels.stages.decode import (
+    ahead,
+    contract,
+    own,
+    own_columns,
+    project,
+    write_block,
+)
 from neuronmm_ops.kernels.stages.linears import LinearKnobs, MlpKnobs
 from neuronmm_ops.kernels.stages.stationary import (
     Turned,
@@ -54,6 +61,7 @@ def svd_mlp_decode(
     spill: bool = True,
     dma_cast: int = 0,
     stationary: bool = False,
+    balance: bool = False,
     fingerprint: str = "",
 ) -> NkiTensor:
     """out = down(act(gate(x)) * up(x)) for up to 128 tokens, every byte of a factor loaded once.
@@ -89,6 +97,7 @@ def svd_mlp_decode(
             and engines the others; 0: engines all.
         stationary: weights are the stationary operand, which takes as long whatever column groups
             of TensorE do.
+        balance: of two cores, each loads as many weights, not as many columns of the last one.
         fingerprint: of all kernels' source, for caches that know one function's alone; not read.
 
     Returns:
@@ -125,7 +134,7 @@ def svd_mlp_decode(
     group = us[0].group
     x_chunks = chunks_of(x, own(K, group), 0, k_chunk, x.dtype, None, lanes, group)
     linear = LinearKnobs(rank_block, fuse_gate_up, block, last_block, tile_bytes, stationary)
-    knobs = MlpKnobs(linear, activation, inner_block, k_chunk, spill)
+    knobs = MlpKnobs(linear, activation, inner_block, k_chunk, spill, balance)
     write_gated(out_hbm, x_chunks, us, vs, knobs)
     return out_hbm
 
@@ -150,7 +159,13 @@ def write_gated(
     rank_block, tile_bytes = linear.rank_block, linear.tile_bytes
     group, up_scale = us[0].group, vs[1].scale
     inner = own(vs[0].hbm.shape[1], group)
-    blocks = output_blocks(own(vs[2].hbm.shape[1]), linear.block, linear.last_block)
+    before = 0
+    if knobs.balance:
+        sides, down = us[0].hbm.shape[1] + us[1].hbm.shape[1], us[2].hbm.shape[1]
+        before = ahead(us[0].rows, group, sides, down)
+        before += ahead(vs[0].hbm.shape[1], group, sides + down, down)
+    columns = own_columns(vs[2].hbm.shape[1], before)
+    blocks = output_blocks(columns, linear.block, linear.last_block)
     if linear.stationary:
         turned_low = project_turned(turned(x_chunks), us[0:2], rank_block, tile_bytes, M)
         h: list[Turned] = []

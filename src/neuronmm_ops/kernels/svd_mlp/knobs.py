@@ -9,6 +9,7 @@ from neuronmm_ops.kernels.knobs import (
     Arguments,
     Knobs,
     axis,
+    balances,
     decode_knobs,
     doubled_layout,
     doubled_widths,
@@ -44,7 +45,8 @@ def decode(problem: Problem) -> list[Knobs]:
     start: Arguments = {"rank_block": rank_block, "fuse_gate_up": fuse, **inners[0], "spill": True}
     inner = stationary_inner(problem)
     stationary: Arguments = {**start, "fuse_gate_up": False, "spill": False, **inner}
-    return decode_knobs(problem, [start], [inners, axis("spill", (True, False))], stationary)
+    axes = [inners, axis("spill", (True, False)), balances(problem)]
+    return decode_knobs(problem, [start], axes, stationary)
 
 
 def prefill(problem: Problem) -> list[Knobs]:
