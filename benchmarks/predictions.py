@@ -103,7 +103,7 @@ def _fitting(problem: Problem, kept: Prediction) -> tuple[str, dict[str, Any]] |
     arguments = dict(kept.arguments or {})
     try:
         return (kept.kernel, arguments) if traced(problem, kept.kernel, arguments) else None
-    except (AttributeError, TypeError, AssertionError):  # another kernel, or its arguments
+    except (AttributeError, IndexError, TypeError, AssertionError):  # others by now
         return None
 
 

@@ -60,8 +60,8 @@ NKIBENCH = "python benchmarks nkibench out/sources/kda-for-trainium out/sources/
 ENGINES = "python tests/engines/sources out/sources"
 """What runs in the sources of others' engines; `checkouts.py` beside it says how to get them."""
 DIVIDED_MODELS = ("Llama-3.1-70B", "Qwen3-32B", "Llama-3.1-8B")
-DIVIDED_RATIOS = (0.2, 0.5)
-"""Of the models that tensor parallelism is shown on."""
+DIVIDED = ((0.2, "bf16"), (0.5, "bf16"), (0.5, "fp8"))
+"""Ratio and storage of the MLPs of the models that tensor parallelism is shown on."""
 _DEMO = "out/demo/dense --text out/results/held_out.txt --calibration out/demo/calibration.txt"
 EVALUATED_CHARACTERS = 75_000
 """Of the demo's held-out text: some 20,000 tokens, as many as the demo's own report evaluates."""
@@ -207,18 +207,19 @@ def _whole() -> Iterator[str]:
     yield PAPER_RUN
 
 
-def divided_command(model: str, ratio: float) -> str:
+def divided_command(model: str, ratio: float, storage: str) -> str:
     """The command that models MLPs in low rank on 8 and on 32 ranks of two cores each."""
+    stored = "" if storage == "bf16" else f" --storage {storage}"
     return (
         f"neuronmm bench model --model {model} --target {TARGET} --lnc 2 --tp 8,32 "
-        f"--prompt-tokens {PROMPT} --new-tokens {NEW} --ratio {ratio:g}"
+        f"--prompt-tokens {PROMPT} --new-tokens {NEW} --ratio {ratio:g}{stored}"
     )
 
 
 def _divided() -> Iterator[str]:
     for model in DIVIDED_MODELS:
-        for ratio in DIVIDED_RATIOS:
-            yield divided_command(model, ratio)
+        for ratio, storage in DIVIDED:
+            yield divided_command(model, ratio, storage)
 
 
 def _models(name: str) -> Iterator[str]:

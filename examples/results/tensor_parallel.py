@@ -1,7 +1,7 @@
 """Tables of tensor parallelism: what ranks send and hold, and what low rank gains on them."""
 
 from selection import Row, document, gain_as_served, variant
-from sources import DIVIDED_MODELS, DIVIDED_RATIOS, divided_command
+from sources import DIVIDED, DIVIDED_MODELS, divided_command
 from writing import number, ranged, table
 
 from neuronmm_ops import aligned_rank
@@ -49,7 +49,7 @@ def _sent_and_held(shape: ModelShape, layout: Layout, tp: int) -> tuple[str, str
 def layouts() -> str:
     """One layer's MLP of the largest model on the fewest ranks, by layout."""
     documents: list[Row] = (
-        document("tensor_parallel", divided_command(DIVIDED_MODELS[0], DIVIDED_RATIOS[0])) or []
+        document("tensor_parallel", divided_command(DIVIDED_MODELS[0], *DIVIDED[0])) or []
     )
     rows = [
         _layout_row(one["tp"], name, *(_mlp(one, name, phase) for phase in ("decode", "prefill")))
@@ -92,16 +92,20 @@ VARIANTS = ("dense", "low_rank")
 
 
 def speedups() -> str:
-    """MLPs in low rank over dense bf16 on the same ranks."""
+    """MLPs in low rank over dense bf16 on the same ranks, and dense MLPs in the same storage."""
     rows: list[list[str]] = []
     for name in DIVIDED_MODELS:
-        for ratio in DIVIDED_RATIOS:
-            documents: list[Row] = document("tensor_parallel", divided_command(name, ratio)) or []
-            rows += [[name, str(one["tp"]), f"{ratio:g}", *_gains(one)] for one in documents]
+        for ratio, stored in DIVIDED:
+            documents: list[Row] = (
+                document("tensor_parallel", divided_command(name, ratio, stored)) or []
+            )
+            start = [name, f"{ratio:g}", stored]
+            rows += [[*start, str(one["tp"]), *_gains(one), *_dense(one)] for one in documents]
     head = (
         "model",
-        "tp",
         "ratio",
+        "stored",
+        "tp",
         "dense ms a token",
         "prefill",
         "decode",
@@ -109,8 +113,16 @@ def speedups() -> str:
         "slow links",
         "one launch",
         "slow links",
+        "dense fp8: decode",
+        "one launch",
     )
     return table(head, rows) if rows else ""
+
+
+def _dense(one: Row) -> list[str]:
+    """What dense MLPs in the storage of the pairs gain, where that is not bf16."""
+    alone = one["speedups"].get("storage")
+    return [ranged(alone["decode"]), ranged(alone["decode"]["one_launch"])] if alone else ["", ""]
 
 
 def _gains(one: Row) -> list[str]:
