@@ -216,6 +216,13 @@ def test_ranks_sum_what_they_have_parts_of(lnc, ranks, tp, storage):
     check_layer(("trn2", lnc), torch.bfloat16, ranks=ranks, storage=storage, tp=tp, **layer)
 
 
+@pytest.mark.parametrize("positions", [(70,), (3, 90)])
+def test_a_rank_loads_its_part_of_the_stream_in_pieces(positions):
+    """160 features: a piece of 128, and one of 32."""
+    layer = {"H": 640, "inner": 512, "heads": (8, 4, 64), "M": 2, "positions": positions}
+    check_layer(("trn2", 2), torch.bfloat16, ranks=(0, 0, 40), tp=4, **layer)
+
+
 @pytest.mark.parametrize("ranks", [(16, 24, 40), (0, 0, 0)])
 def test_no_order_of_ranks_and_their_cores_changes_a_value(ranks):
     check_layer(("trn2", 2), torch.bfloat16, ranks=ranks, schedules=3, tp=2)

@@ -16,7 +16,7 @@ class LaunchCost(NamedTuple):
     high: float
 
 
-LAUNCH_US = LaunchCost(6.2, 9.1, 19.1)
+LAUNCH_US = LaunchCost(6.2, 9.3, 19.1)
 """What AWS's published times per token exceed our dense model by, for each of its launches.
 
 Lowest, median and highest of the 16 "bound" rows of decode that `python benchmarks published` has
