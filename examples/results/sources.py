@@ -136,13 +136,17 @@ def datasets() -> dict[str, Dataset]:
 
 def model_command(model: str, ratio: float, storage: str, targets: str) -> str:
     """The command that models a whole model, dense beside compressed."""
-    stored = "" if storage == "bf16" else f" --storage {storage}"
     tp = ranks(model_shape(model))
     split = "" if tp == 1 else f" --tp {tp}"
     return (
         f"neuronmm bench model --model {model} --target {TARGET}{split} --prompt-tokens {PROMPT} "
-        f"--new-tokens {NEW} --ratio {ratio:g}{stored} --targets {targets}"
+        f"--new-tokens {NEW} --ratio {ratio:g}{_stored(storage)} --targets {targets}"
     )
+
+
+def _stored(storage: str) -> str:
+    """The option of the storage of low-rank pairs."""
+    return "" if storage == "bf16" else f" --storage {storage}"
 
 
 def ranks(shape: ModelShape) -> int:
@@ -209,10 +213,9 @@ def _whole() -> Iterator[str]:
 
 def divided_command(model: str, ratio: float, storage: str) -> str:
     """The command that models MLPs in low rank on 8 and on 32 ranks of two cores each."""
-    stored = "" if storage == "bf16" else f" --storage {storage}"
     return (
         f"neuronmm bench model --model {model} --target {TARGET} --lnc 2 --tp 8,32 "
-        f"--prompt-tokens {PROMPT} --new-tokens {NEW} --ratio {ratio:g}{stored}"
+        f"--prompt-tokens {PROMPT} --new-tokens {NEW} --ratio {ratio:g}{_stored(storage)}"
     )
 
 
