@@ -131,9 +131,14 @@ def test_values(launch, ranks):
 
 @pytest.mark.parametrize("lnc", [1, 2])
 @pytest.mark.parametrize("ranks", [(16, 24, 40), (0, 0, 0), (16, 0, 0)])
-def test_layers_in_one_launch_are_those_of_several(lnc, ranks):
+@pytest.mark.parametrize(("H", "stationary"), [(192, 0), (768, 0), (768, 1)])
+def test_layers_in_one_launch_are_those_of_several(lnc, ranks, H, stationary):
+    """Of 192 features two cores hand the stream on through HBM, of 768 in SBUF."""
     sizes = {"ranks": ranks, "positions": (3, 90), "M": 2, "bias": True, "head_norm": True}
-    _, operands, options = check_layer(("trn2", lnc), torch.bfloat16, **sizes, storage="fp8")
+    layer = {**sizes, "H": H, "storage": "fp8", "schedules": lnc - 1}
+    _, operands, options = check_layer(("trn2", lnc), torch.bfloat16, **layer)
+    linear = (1024, 0, 1024, 0, 1024, 0, 1024, 256, 8192, stationary, 0)
+    options |= {"qkv_knobs": linear, "output_knobs": linear, "mlp_knobs": linear}
     x, added, cos, sin, positions, norms, caches, *weights = operands
 
     def launched(x, added, caches):
@@ -178,11 +183,10 @@ def test_values_in_one_byte(storage, ranks, lnc):
 
 
 @pytest.mark.parametrize("ranks", [(16, 24, 40), (0, 0, 0)])
-@pytest.mark.parametrize("heads", [(4, 2, 32), (4, 1, 64)])
-def test_no_order_of_two_cores_changes_a_value(heads, ranks):
-    check_layer(
-        ("trn2", 2), torch.bfloat16, heads, ranks=ranks, positions=(3, 90), M=2, schedules=4
-    )
+@pytest.mark.parametrize(("heads", "H"), [((4, 2, 32), 192), ((4, 1, 64), 256)])
+def test_no_order_of_two_cores_changes_a_value(heads, H, ranks):
+    layer = {"ranks": ranks, "positions": (3, 90), "M": 2, "H": H}
+    check_layer(("trn2", 2), torch.bfloat16, heads, **layer, schedules=4)
 
 
 def test_sums_of_few_columns_are_exchanged_at_once():
@@ -191,9 +195,10 @@ def test_sums_of_few_columns_are_exchanged_at_once():
     assert done.profile.opcodes["sendrecv"] == 2 * 7
 
 
-def test_a_layer_in_half_a_byte():
-    layer = {"H": 256, "inner": 384, "heads": (4, 2, 64), "ranks": (128, 128, 128)}
-    check_layer(("trn2", 1), torch.bfloat16, storage="int4", **layer)
+@pytest.mark.parametrize("lnc", [1, 2])
+def test_a_layer_in_half_a_byte(lnc):
+    layer = {"H": 512, "inner": 384, "heads": (4, 2, 64), "ranks": (128, 128, 128)}
+    check_layer(("trn2", lnc), torch.bfloat16, storage="int4", **layer)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -250,7 +255,7 @@ def test_ranks_take_stages_of_pairs_or_dense_ones(ranks):
 @settings(max_examples=25, deadline=None)
 @given(
     launch=CORES, dtype=st.sampled_from(DTYPES), heads=st.sampled_from([(2, 1, 64), (6, 3, 32)]),
-    H=st.sampled_from([64, 128, 200, 576]), inner=st.sampled_from([96, 384, 700]),
+    H=st.sampled_from([64, 128, 200, 512]), inner=st.sampled_from([96, 384, 700]),
     ranks=st.tuples(*[st.sampled_from([0, 8, 50])] * 7), M=st.integers(1, 4),
     positions=st.lists(st.integers(0, 130), min_size=1, max_size=3),
     window=st.sampled_from([0, 50]), head_norm=st.booleans(), bias=st.booleans(),

@@ -178,6 +178,24 @@ def test_a_plan_weighs_the_other_issue_of_matmuls():
     assert (best, regret) == (candidates[1], pytest.approx(0.01))
 
 
+def test_a_layer_is_searched_as_one_of_two_and_costs_as_one():
+    H, d, T = 512, 64, 256
+    matrices = [(H, 512), (H, 128), (H, 128), (512, H), (H, 1024), (H, 1024), (1024, H)]
+    others = [("residual", (-1, H), ""), ("cos", (-1, d), ""), ("sin", (-1, d), "")]
+    others += [("positions", (1,), "int32"), ("input_norm", (H,), ""), ("mlp_norm", (H,), "")]
+    others += [("key_cache", (1, 2, d, T), ""), ("value_cache", (1, 2, T, d), "")]
+    problem = Problem("decoder_layer", 1, tuple(matrices), target="trn2", others=tuple(others))
+    stages = tuple([plan_problem(each) for each in search.stages_of(problem)])
+    best, _ = search.best_candidate(problem, stages)
+    plan = search.find_plan(problem, MAX_INSTRUCTIONS, device_loop=False, stages=stages)
+    one, two = [
+        tracing.traced(problem, plan.kernel, plan.arguments, repeats=repeats) for repeats in (1, 2)
+    ]
+    assert (plan.time_ms, plan.instructions) == (one.times_ms[0], one.instructions)
+    assert best.cost.times_ms == two.times_ms
+    assert 1.9 * one.instructions < two.instructions < 2.1 * one.instructions
+
+
 @pytest.mark.parametrize(("op", "M", "lnc"), [("xw", 1, 1), ("xuv", 300, 2), ("svd_mlp", 600, 1)])
 def test_launches_that_share_templates_cost_what_each_alone_does(op, M, lnc):
     problem = Problem(op, M, OPS[op], target="trn2", lnc=lnc)

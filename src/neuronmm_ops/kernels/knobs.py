@@ -49,6 +49,8 @@ class Knobs:
         axes: of each knob, or of knobs that go together, the values to try; what gains most first.
         allows: whether arguments are worth a trace.
         gain: share of other kernels' time, at most, from which this one is taken.
+        repeats: times that a launch has all that the kernel computes where candidates are
+            compared: what follows in a launch may begin before.
     """
 
     kernel: str
@@ -56,6 +58,7 @@ class Knobs:
     axes: Sequence[Axis]
     allows: Callable[[Arguments], bool] = _all_allowed
     gain: float = 1.0
+    repeats: int = 1
 
 
 def axis(name: str, values: Iterable[int | bool | str]) -> list[Arguments]:

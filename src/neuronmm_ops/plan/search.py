@@ -51,12 +51,13 @@ NEAR = 1.1
 
 @dataclass(frozen=True)
 class Candidate:
-    """Arguments of a kernel that fit, and what they cost."""
+    """Arguments of a kernel that fit, and what so many repeats of it in a launch cost."""
 
     kernel: str
     arguments: Arguments
     cost: Cost
     gain: float = 1.0
+    repeats: int = 1
 
     @property
     def rank(self) -> tuple[float, int, int, str]:
@@ -150,8 +151,9 @@ def descend(problem: Problem, knobs: Knobs, otherwise: Sequence[str] = ()) -> li
         nonlocal quickest_ms
         key = repr(sorted(arguments.items()))
         if key not in met:
-            cost = traced(problem, knobs.kernel, arguments, otherwise, FAR * quickest_ms)
-            met[key] = cost and Candidate(knobs.kernel, arguments, cost, knobs.gain)
+            most_ms, repeats = FAR * quickest_ms, knobs.repeats
+            cost = traced(problem, knobs.kernel, arguments, otherwise, most_ms, repeats)
+            met[key] = cost and Candidate(knobs.kernel, arguments, cost, knobs.gain, repeats)
             quickest_ms = min(quickest_ms, cost.times_ms[0]) if cost else quickest_ms
         return met[key]
 
@@ -211,6 +213,10 @@ def _launched(
 ) -> Plan:
     """The plan, split into launches or looped on the device where it is too long."""
     arguments, cost = best.arguments, best.cost
+    if best.repeats > 1:
+        of_one = traced(problem, best.kernel, arguments)
+        assert of_one is not None, f"{best.kernel} fits {best.repeats} times, but not once"
+        cost = of_one
     is_decode = best.kernel.endswith("_decode")
     long = cost.instructions > max_instructions and not is_decode
     if long and device_loop and problem.machine.has("device_loops"):

@@ -51,17 +51,17 @@ class Cost:
         )
 
 
-def operands_of(problem: Problem, kernel: Kernel) -> list[Any]:
+def operands_of(problem: Problem, kernel: Kernel, repeats: int = 1) -> list[Any]:
     """Operands of a kernel in its order: x, `others` by name, weights and scales in turn.
 
-    Or as `operands` in the op's folder has them.
+    Or as `operands` in the op's folder has them, of so many in a launch.
 
     Raises:
         ValueError: the kernel has no parameter of that name.
     """
     own = import_module(f"neuronmm_ops.kernels.{problem.op}")
     if hasattr(own, "operands"):
-        return own.operands(problem)
+        return own.operands(problem, repeats)
     x, storage = dtype_of(problem.dtype), problem.storage
     stored = dtype_of(storage.tensor_dtype) if storage else x
     shapes = [storage.shapes(*s) if storage else (s, ()) for s in problem.matrices]
@@ -93,18 +93,19 @@ def traced(
     arguments: Arguments,
     otherwise: Sequence[str] = (),
     most_ms: float = math.inf,
+    repeats: int = 1,
 ) -> Cost | None:
     """What a launch of the kernel costs; None where the simulated core refuses it.
 
     Also where it takes more than `most_ms` by the first DMA model, as far as it is traced.
-    `otherwise`: the uncertainties of `Cost.other_ms`. Of many
+    `otherwise`: the uncertainties of `Cost.other_ms`; `repeats` as of `Knobs`. Of many
     blocks of tokens some are traced, with what is left of a whole number of them.
     """
     block = int(arguments.get("token_block", 0))
     blocks = problem.core_tokens[-1] // block if block else 0
     times = (blocks - LONG) // (LONG - SHORT)
     if times < 1 or block % PARTITIONS or arguments.get("device_loop"):
-        return _traced(problem, name, arguments, otherwise, most_ms)
+        return _traced(problem, name, arguments, otherwise, most_ms, repeats)
     step = problem.lnc * (LONG - SHORT) * block
     longer = replace(problem, M=problem.M - times * step)
     long = _traced(longer, name, arguments, otherwise, most_ms)
@@ -121,9 +122,10 @@ def _traced(
     arguments: Arguments,
     otherwise: Sequence[str] = (),
     most_ms: float = math.inf,
+    repeats: int = 1,
 ) -> Cost | None:
     kernel = simulated_kernel(problem.op, name, problem.lnc)
-    operands = operands_of(problem, kernel)
+    operands = operands_of(problem, kernel, repeats)
     return trace(kernel, operands, problem.target, arguments, otherwise, most_ms)
 
 

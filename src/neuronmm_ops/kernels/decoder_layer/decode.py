@@ -15,7 +15,8 @@ from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.mlp.decode import write_dense_mlp
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.linears import MlpKnobs, write_dense
-from neuronmm_ops.kernels.stages.tiling import PARTITIONS
+from neuronmm_ops.kernels.stages.outputs import Kept, ToHbm
+from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, PARTITIONS, Span, core_span
 from neuronmm_ops.kernels.svd_mlp.decode import write_gated
 from neuronmm_ops.kernels.svd_mlp.prefill import load_table as load_function
 
@@ -46,8 +47,31 @@ class Layer(nl.NKIObject):
             self.biases[n] = biases[n]
 
 
+class Between(nl.NKIObject):
+    """What halves of layers hand on: the stream, and what has yet to be added to it.
+
+    Attributes:
+        added: [B M, H] in HBM, where ranks sum, or at either end of a launch.
+        stream: [B M, H] in HBM, or None, if that is all of it.
+        before: the stream in SBUF, if no way leads through HBM.
+        kept: what is added to that.
+    """
+
+    def __init__(
+        self,
+        added: NkiTensor | None,
+        stream: NkiTensor | None,
+        before: Residual | None = None,
+        kept: Kept | None = None,
+    ) -> None:
+        self.added: Any = added
+        self.stream = stream
+        self.before: Any = before
+        self.kept: Any = kept
+
+
 class Decoding(nl.NKIObject):
-    """What all layers share: positions, tables of RoPE, and compile-time options."""
+    """What all layers share: positions, tables of RoPE, compile-time options, ranges of cores."""
 
     def __init__(
         self,
@@ -58,6 +82,9 @@ class Decoding(nl.NKIObject):
         window: int,
         ranks: TensorParallel,
     ) -> None:
+        # of the stream in SBUF, one of each core; none where it goes through HBM
+        self.ranges: list[Span] = []
+        self.group = 0
         self.ranks = ranks
         self.positions_hbm = positions
         self.rotary = rotary
@@ -67,43 +94,74 @@ class Decoding(nl.NKIObject):
         load_table()
         self.positions = Positions(positions)
 
-    def read(self, stage: Stage, x: NkiTensor, residual: NkiTensor | None) -> Residual:
-        """The stream x + residual [B M, H] as a stage contracts it."""
-        streams = [x]
-        if not is_none(residual):
-            streams.append(residual)
-        H = stage.features
-        streams = self.ranks.fitted(streams, H)
-        before = streams[1] if len(streams) > 1 else None
-        return Residual(streams[0], before, stage.ranges(H), stage.lanes(x.shape[0]), stage.group)
+    def divide(self, tokens: int, H: int, stages: list[Stage]) -> None:
+        """Keep the stream in SBUF, of equal ranges of cores, where ranks have no sums of it."""
+        cores = nl.num_programs(0)
+        if self.ranks.count > 1 or (cores > 1 and H % (cores * PARTITIONS) > 0):
+            return
+        if H // cores * tokens > BANK_COLUMNS * PARTITIONS:  # sums of stationary weights
+            return
+        for stage in stages:
+            self.group = max(self.group, stage.group)
+        for core in range(cores):
+            self.ranges.append(core_span(H, core, cores, self.group))
 
-    def attention(self, layer: Layer, x: NkiTensor, residual: NkiTensor | None) -> list[NkiTensor]:
-        """What attention adds to the stream [B M, H], and the stream before it, of every core."""
-        tokens = x.shape[0]
+    def read(self, stage: Stage, between: Between) -> Residual:
+        """The stream as a stage contracts it."""
+        if not is_none(between.kept):
+            return between.before.plus(between.kept)
+        streams = [between.added]
+        if not is_none(between.stream):
+            streams.append(between.stream)
+        H, ranges, group = stage.features, self.ranges, self.group
+        if len(ranges) == 0:
+            ranges, group = stage.ranges(H), stage.group
+            streams = self.ranks.fitted(streams, H)
+        found = Residual(streams[0], ranges, group)
+        found.load(streams[1] if len(streams) > 1 else None)
+        return found
+
+    def keep(self, before: Residual) -> Kept:
+        """What a half of a layer adds to the stream, in SBUF."""
+        own = self.ranges[nl.program_id(0)]
+        return Kept(before.tokens, own, self.group, before.dtype)
+
+    def attention(self, layer: Layer, between: Between) -> Between:
+        """The stream, and what attention adds to it, of every core."""
         qkv, output = layer.qkv, layer.output
+        before = self.read(qkv, between)
+        tokens, dtype = before.tokens, before.dtype
         B, kv, d, T = layer.k_cache.shape
         shape = Shape(B, qkv.out_features // d - 2 * kv, kv, d, T, tokens // B)
-        before = self.read(qkv, x, residual)
-        qkv_hbm = nl.ndarray((tokens, qkv.out_features), dtype=x.dtype, buffer=nl.shared_hbm)
+        qkv_hbm = nl.ndarray((tokens, qkv.out_features), dtype=dtype, buffer=nl.shared_hbm)
         check_operands(shape, qkv_hbm, self.rotary[0], layer.v_cache, self.positions_hbm)
         qkv.write_normed(qkv_hbm, before, layer.norms[0], self.eps, layer.biases)
         meet(qkv_hbm)
-        stream_hbm = nl.ndarray((tokens, qkv.features), dtype=x.dtype, buffer=nl.private_hbm)
-        before.store(stream_hbm)
+        keeps = len(self.ranges) > 0
+        stream: list[NkiTensor] = []
+        if not keeps:
+            size = (tokens, qkv.features)
+            stream.append(nl.ndarray(size, dtype=dtype, buffer=nl.private_hbm))
+            before.store(stream[0])
         norms: list[HeadNorm] = []
         if not is_none(layer.norms[2]):
             norms.append(HeadNorm(layer.norms[2], layer.norms[3], shape.heads, self.eps))
         cos, sin = self.rotary[0], self.rotary[1]
         rotation = Rotation(cos, sin, min(PARTITIONS, shape.heads + kv), norms)
-        mixed_hbm = nl.ndarray((tokens, shape.heads * d), dtype=x.dtype, buffer=nl.shared_hbm)
+        mixed_hbm = nl.ndarray((tokens, shape.heads * d), dtype=dtype, buffer=nl.shared_hbm)
         k_cache, v_cache = layer.k_cache, layer.v_cache
         attend(mixed_hbm, qkv_hbm, k_cache, v_cache, self.positions, shape, rotation, self.window)
         load_function(self.activation)
         meet(mixed_hbm)
+        mixed = output.chunks(mixed_hbm)
+        if keeps:
+            kept = self.keep(before)
+            output.write([kept], mixed, [None])
+            return Between(None, None, before, kept)
         added = (tokens, output.out_features)
-        added_hbm = nl.ndarray(added, dtype=x.dtype, buffer=nl.shared_hbm)
-        output.write(added_hbm, output.chunks(mixed_hbm), [None])
-        return [self.whole(output, added_hbm), stream_hbm]
+        added_hbm = nl.ndarray(added, dtype=dtype, buffer=nl.shared_hbm)
+        output.write([ToHbm(added_hbm)], mixed, [None])
+        return Between(self.whole(output, added_hbm), stream[0])
 
     def whole(self, stage: Stage, added_hbm: NkiTensor) -> NkiTensor:
         """What a stage adds to the stream, as the ranks have that."""
@@ -112,45 +170,53 @@ class Decoding(nl.NKIObject):
             return added_hbm
         return self.ranks.summed([added_hbm])[0]
 
-    def mlp(self, layer: Layer, x: NkiTensor, residual: NkiTensor, last: bool) -> list[NkiTensor]:
-        """As `attention`, of the MLP; of the last layer the stream is in shared HBM."""
-        tokens = x.shape[0]
-        mlp, own_knobs = layer.mlp, layer.mlp.knobs
-        after = self.read(mlp, x, residual)
-        knobs = MlpKnobs(
-            own_knobs.linear,
-            self.activation,
-            own_knobs.inner_block,
-            own_knobs.k_chunk,
-            own_knobs.spill,
-            own_knobs.balance,
-        )
-        norm = layer.norms[1]
-        H = mlp.vs[2].hbm.shape[1]
-        out_hbm = nl.ndarray((tokens, H), dtype=x.dtype, buffer=nl.shared_hbm)
-        if mlp.by_cores:
-            write_gated(out_hbm, [mlp.normed(after, norm, self.eps)], mlp.us, mlp.vs, knobs)
-        elif mlp.low_rank and mlp.is_pair[2]:
-            u_down = mlp.us[len(mlp.us) - 1]
-            d_hbm = nl.ndarray((tokens, u_down.hbm.shape[1]), x.dtype, buffer=nl.shared_hbm)
-            sides = mlp.normed_sides(after, norm, self.eps, 2)
-            write_dense_mlp(d_hbm, sides, [mlp.vs[0], mlp.vs[1], u_down], knobs)
-            d_hbm = self.ranks.summed([d_hbm])[0]
-            write_dense([out_hbm], [mlp.chunks(d_hbm)], [mlp.vs[2]], [None], own_knobs.linear)
-        elif mlp.low_rank:
-            sides = mlp.normed_sides(after, norm, self.eps, 2)
-            write_dense_mlp(out_hbm, sides, mlp.vs, knobs)
-        else:
-            write_dense_mlp(out_hbm, [[mlp.normed(after, norm, self.eps)]], mlp.vs, knobs)
+    def mlp(self, layer: Layer, between: Between, last: bool) -> Between:
+        """As `attention`, of the MLP; of the last layer both are in shared HBM."""
+        mlp = layer.mlp
+        after = self.read(mlp, between)
+        if len(self.ranges) > 0 and not last:
+            kept = self.keep(after)
+            self.write_mlp(kept, mlp, after, layer.norms[1])
+            load_table()
+            return Between(None, None, after, kept)
+        tokens, dtype = after.tokens, after.dtype
+        size = (tokens, mlp.vs[2].hbm.shape[1])
+        out_hbm = nl.ndarray(size, dtype=dtype, buffer=nl.shared_hbm)
+        self.write_mlp(ToHbm(out_hbm), mlp, after, layer.norms[1])
         if not last or self.ranks.count > 1:
             out_hbm = self.whole(mlp, out_hbm)
         if not last:
             load_table()
         buffer = nl.shared_hbm if last else nl.private_hbm
-        stream_hbm = nl.ndarray((tokens, mlp.features), dtype=x.dtype, buffer=buffer)
+        stream_hbm = nl.ndarray((tokens, mlp.features), dtype=dtype, buffer=buffer)
         if not last or nl.program_id(0) == 0:
             after.store(stream_hbm)
-        return [out_hbm, stream_hbm]
+        return Between(out_hbm, stream_hbm)
+
+    def write_mlp(
+        self, out: ToHbm | Kept, mlp: Stage, stream: Residual, norm_hbm: NkiTensor
+    ) -> None:
+        """Write the MLP of a stream's norm [B M, H]."""
+        own = mlp.knobs
+        knobs = MlpKnobs(
+            own.linear, self.activation, own.inner_block, own.k_chunk, own.spill, own.balance
+        )
+        if mlp.by_cores:
+            write_gated(out, mlp.normed(stream, norm_hbm, self.eps), mlp.us, mlp.vs, knobs)
+            return
+        if not mlp.low_rank:
+            write_dense_mlp(out, [mlp.normed(stream, norm_hbm, self.eps)], mlp.vs, knobs)
+            return
+        sides = mlp.normed_sides(stream, norm_hbm, self.eps, 2)
+        if not mlp.is_pair[2]:
+            write_dense_mlp(out, sides, mlp.vs, knobs)
+            return
+        u_down = mlp.us[len(mlp.us) - 1]
+        size = (stream.tokens, u_down.hbm.shape[1])
+        d_hbm = nl.ndarray(size, dtype=stream.dtype, buffer=nl.shared_hbm)
+        write_dense_mlp(ToHbm(d_hbm), sides, [mlp.vs[0], mlp.vs[1], u_down], knobs)
+        d_hbm = self.ranks.summed([d_hbm])[0]
+        write_dense([out], [mlp.chunks(d_hbm)], [mlp.vs[2]], [None], own.linear)
 
 
 @jit
@@ -217,7 +283,8 @@ def decoder_layer_decode(
         Rounding is that of the ops' kernels: the stream, normed tokens, query, key and value,
         attention's output, low-rank features and act(gate) * up are rounded to the dtype of x.
         Query, key and value, attention's output and that of both halves of a layer pass through
-        HBM; the norms are computed by every core, in the layout that TensorE takes.
+        HBM; the norms are computed by every core, in the layout that TensorE takes. Without ranks
+        the stream stays in SBUF, and cores exchange what a half of a layer adds to it.
 
     Pseudocode:
         for each layer:
@@ -231,22 +298,25 @@ def decoder_layer_decode(
     layers = len(matrices) // count
     ranks = TensorParallel(tp)
     decoding = Decoding(positions, (cos, sin), activation, eps, window, ranks)
-    streams: list[Any] = [x, residual]
-    outputs: list[NkiTensor] = []
+    every: list[Layer] = []
+    first: list[Stage] = []
     for n in range(layers):
         own, own_scales = part_of(matrices, n, layers), part_of(scales, n, layers)
-        layer = Layer(
-            part_of(norms, n, layers),
-            part_of(caches, n, layers),
-            part_of(biases, n, layers),
-            Stage(own[0:6], own_scales[0:6], x.dtype, StageKnobs(qkv_knobs), ranks),
-            Stage(own[6:8], own_scales[6:8], x.dtype, StageKnobs(output_knobs), ranks),
-            Stage(own[8:14], own_scales[8:14], x.dtype, StageKnobs(mlp_knobs), ranks),
-        )
-        added = decoding.attention(layer, streams[0], streams[1])
-        streams = decoding.mlp(layer, added[0], added[1], n + 1 == layers)
-        outputs.extend([layer.k_cache, layer.v_cache])
-    found = [streams[0], streams[1]]
+        qkv = Stage(own[0:6], own_scales[0:6], x.dtype, StageKnobs(qkv_knobs), ranks)
+        output = Stage(own[6:8], own_scales[6:8], x.dtype, StageKnobs(output_knobs), ranks)
+        mlp = Stage(own[8:14], own_scales[8:14], x.dtype, StageKnobs(mlp_knobs), ranks)
+        own_norms, own_caches = part_of(norms, n, layers), part_of(caches, n, layers)
+        own_biases = part_of(biases, n, layers)
+        every.append(Layer(own_norms, own_caches, own_biases, qkv, output, mlp))
+        first.extend([qkv, mlp])
+    decoding.divide(tokens, x.shape[1], first)
+    between = Between(x, residual)
+    outputs: list[NkiTensor] = []
+    for n in range(layers):
+        between = decoding.attention(every[n], between)
+        between = decoding.mlp(every[n], between, n + 1 == layers)
+        outputs.extend([every[n].k_cache, every[n].v_cache])
+    found = [between.added, between.stream]
     found.extend(outputs)
     return tuple(found)
 

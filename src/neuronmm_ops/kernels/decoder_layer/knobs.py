@@ -57,17 +57,21 @@ def decode(problem: Problem, *planned: Arguments) -> list[Knobs]:
     """Knobs of `decoder_layer_decode`, of the arguments that the stages are planned with.
 
     In one launch the stages share SBUF, and no stage waits for the one before to store its result:
-    smaller blocks of a stage fit more of the next one's weights.
+    smaller blocks of a stage fit more of the next one's weights. Nor does a layer wait for the one
+    before: what fits more of the next layer's weights pays from the second on.
     """
     names = [f"{name}_knobs" for name in OPS]
     own = {name: packed(arguments) for name, arguments in zip(names, planned, strict=True)}
     ranks: Arguments = {"tp": problem.tp} if problem.tp > 1 else {}
+    if not ranks:  # what stays in SBUF is a core's part of the next contraction
+        own = {name: changed(values, balance=0) for name, values in own.items()}
     start: Arguments = {**own, **ranks}
     moving = {name: changed(values, stationary=0) for name, values in own.items()} | ranks
     axes: list[Any] = []
     for name, stage in zip(names, stages(problem), strict=True):
-        axes += [_Axis(name, each) for each in [*_axes(stage), *(_BLOCKS if ranks else [])]]
-    return [Knobs("decoder_layer_decode", [start, moving], axes)]
+        values = [*_axes(stage, bool(ranks)), *(_BLOCKS if ranks else [])]
+        axes += [_Axis(name, each) for each in values]
+    return [Knobs("decoder_layer_decode", [start, moving], axes, repeats=2)]
 
 
 def packed(arguments: Arguments) -> tuple[int, ...]:
@@ -103,15 +107,16 @@ class _Axis:
         return [{self.name: changed(own, **value)} for value in self.values]
 
 
-def _axes(stage: Problem) -> list[list[dict[str, int]]]:
+def _axes(stage: Problem, on_ranks: bool) -> list[list[dict[str, int]]]:
     """What pays otherwise where a stage is one of several."""
     K = core_part(stage, stage.K)
     chunks = [{"k_chunk": even(K, size)} for size in (1024, 2048, 4096)]
     tiles = [{"tile_bytes": size} for size in (16384, 8192, 4096)]
-    found = [[{"stationary": 0}], tiles]
+    grouped = stage.storage is not None and stage.storage.group is not None
+    found = [[{"stationary": value} for value in (0, 1)[: 2 - grouped]], tiles]
     if len(stage.ranks) > 1:
         found.append([{"fuse": 0}, {"fuse": 1}])
     if stage.inner:
         found.append([{"inner_block": block} for block in inner_blocks(stage)])
-        found.append(balances(stage))
+        found += [balances(stage)] if on_ranks else []
     return found if stage.op in ("svd_mlp", "mlp") else [*found, chunks]

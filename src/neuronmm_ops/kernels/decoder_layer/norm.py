@@ -5,51 +5,68 @@ from __future__ import annotations
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, ncc, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk
-from neuronmm_ops.kernels.stages.tiling import PARTITIONS, KPart, Span
+from neuronmm_ops.kernels.stages.outputs import Kept
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, KPart, Span, chunk_parts
 
 
 class Residual(nl.NKIObject):
-    """The residual stream x + added of all tokens, in SBUF.
+    """The residual stream of all tokens, in SBUF.
 
     Feature start + p * tiles + j of a part is on partition p, as transposes of a K chunk lie, so
     that its norm needs none, nor a way through HBM.
 
     Args:
-        x_hbm: [M, H], or what all ranks have of it: the rank's columns are known at run time.
-        added_hbm: as x_hbm, or None.
+        hbm: [M, H] of its dtype, or what all ranks have of it; `load` reads it.
         ranges: of H, each of which is a K chunk; together all of it.
-        lanes: of the K chunks.
         group: rows of the weights that share a scale; 0: all.
     """
 
-    def __init__(
-        self,
-        x_hbm: NkiTensor,
-        added_hbm: NkiTensor | None,
-        ranges: list[Span],
-        lanes: int,
-        group: int,
-    ) -> None:
-        self.tokens = x_hbm.shape[0]
+    def __init__(self, hbm: NkiTensor, ranges: list[Span], group: int) -> None:
+        self.hbm = hbm
+        self.tokens = hbm.shape[0]
+        self.dtype = hbm.dtype
+        self.ranges = ranges
+        self.group = group
         self.features = 0
+        self.parts: list[list[KPart]] = []
         for s in ranges:
             self.features += s.size
-        self.chunks: list[KChunk] = []
-        # [rows, M, tiles] of each part of each chunk
+            self.parts.append(chunk_parts(s.size, group))
+        # [rows, M, tiles] of each part of each range
         self.parts_sb: list[list[NkiTensor]] = []
-        for s in ranges:
-            own_hbm = x_hbm[:, nl.ds(s.start, s.size)]
-            dtype = x_hbm.dtype
-            chunk = KChunk(s.start, own_hbm, False, 0, dtype, None, lanes, scaled_rows=group)
+
+    def load(self, added_hbm: NkiTensor | None) -> None:
+        """Load it, with what is added to it, if anything: of ranks the columns of this one."""
+        for n in range(len(self.ranges)):
+            start = self.ranges[n].start
             parts_sb: list[NkiTensor] = []
-            for part in chunk.parts:
-                part_sb = self.loaded(x_hbm, s.start, part)
+            for part in self.parts[n]:
+                part_sb = self.loaded(self.hbm, start, part)
                 if not is_none(added_hbm):
-                    added_sb = self.loaded(added_hbm, s.start, part)
+                    added_sb = self.loaded(added_hbm, start, part)
                     nisa.tensor_tensor(part_sb, part_sb, added_sb, nl.add)
                 parts_sb.append(part_sb)
-            self.chunks.append(chunk)
             self.parts_sb.append(parts_sb)
+
+    def plus(self, kept: Kept) -> Residual:
+        """The stream after a product whose columns each core has kept, its range."""
+        found = Residual(self.hbm, self.ranges, self.group)
+        added = kept.of_cores()
+        for n in range(len(added)):
+            parts_sb: list[NkiTensor] = []
+            for i in range(len(added[n])):
+                part_sb = self.parts_sb[n][i]
+                sum_sb = nl.ndarray(part_sb.shape, dtype=self.dtype)
+                nisa.tensor_tensor(sum_sb, part_sb, added[n][i].permute((0, 2, 1)), nl.add)
+                parts_sb.append(sum_sb)
+            found.parts_sb.append(parts_sb)
+        return found
+
+    def chunk(self, number: int, lanes: int) -> KChunk:
+        """The K chunk of a range, to which transposes have yet to be added."""
+        s = self.ranges[number]
+        own_hbm, rows = self.hbm[:, nl.ds(s.start, s.size)], self.group
+        return KChunk(s.start, own_hbm, False, 0, self.dtype, None, lanes, scaled_rows=rows)
 
     def loaded(self, hbm: NkiTensor, start: int, part: KPart) -> NkiTensor:
         """As `loaded`, of a stream."""
@@ -66,25 +83,29 @@ class Residual(nl.NKIObject):
 
     def store(self, hbm: NkiTensor) -> None:
         """Write the stream to [M, H]."""
-        for n in range(len(self.chunks)):
-            chunk = self.chunks[n]
-            for i in range(len(chunk.parts)):
-                place_hbm = place(hbm, chunk.start, chunk.parts[i])
+        for n in range(len(self.ranges)):
+            for i in range(len(self.parts[n])):
+                place_hbm = place(hbm, self.ranges[n].start, self.parts[n][i])
                 nisa.dma_copy(place_hbm, self.parts_sb[n][i], dge_mode=nisa.dge_mode.none)
 
-    def normed(self, weight_hbm: NkiTensor, eps: float, number: int) -> KChunk:
-        """The features of a range, over their root mean square and times a weight [H]."""
-        chunk = self.chunks[number]
+    def normed(
+        self, weight_hbm: NkiTensor, eps: float, numbers: list[int], lanes: int
+    ) -> list[KChunk]:
+        """The features of ranges, over their root mean square and times a weight [H]."""
         inverse_sb = self.inverse(eps)
-        for i in range(len(chunk.parts)):
-            part = chunk.parts[i]
-            weight_sb = loaded(weight_hbm.expand_dim(0), chunk.start, part)
-            add_normed(chunk, part, self.parts_sb[number][i], inverse_sb, weight_sb)
-        return chunk
+        found: list[KChunk] = []
+        for number in numbers:
+            chunk = self.chunk(number, lanes)
+            for i in range(len(chunk.parts)):
+                part = chunk.parts[i]
+                weight_sb = loaded(weight_hbm.expand_dim(0), chunk.start, part)
+                add_normed(chunk, part, self.parts_sb[number][i], inverse_sb, weight_sb)
+            found.append(chunk)
+        return found
 
-    def weighted(self, weight_hbm: NkiTensor) -> KChunk:
+    def weighted(self, weight_hbm: NkiTensor, lanes: int) -> KChunk:
         """The features times a weight [H], of one range: a rank's, before its norm is known."""
-        chunk = self.chunks[0]
+        chunk = self.chunk(0, lanes)
         for i in range(len(chunk.parts)):
             part = chunk.parts[i]
             weight_sb = loaded(weight_hbm.expand_dim(0), chunk.start, part)

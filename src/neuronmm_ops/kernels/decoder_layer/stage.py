@@ -8,6 +8,7 @@ from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
 from neuronmm_ops.kernels.stages.linears import LinearKnobs, write_dense, write_pairs
+from neuronmm_ops.kernels.stages.outputs import Kept, ToHbm, each_to_hbm
 from neuronmm_ops.kernels.stages.tiling import Span, core_span
 from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for
 
@@ -25,6 +26,7 @@ class StageKnobs(nl.NKIObject):
     """Knobs of the Linears that read the same activations, from a tuple in the order of `KNOBS`."""
 
     def __init__(self, values: tuple[int, ...]) -> None:
+        assert len(values) == len(KNOBS), f"{len(KNOBS)} knobs of a stage, got {len(values)}"
         self.k_chunk = values[0]
         self.dma_cast = values[1]
         self.inner_block = values[2]
@@ -107,9 +109,12 @@ class Stage(nl.NKIObject):
         """The number of this core's range."""
         return nl.program_id(0) if self.by_cores else 0
 
-    def normed(self, stream: Residual, weight_hbm: NkiTensor, eps: float) -> KChunk:
-        """What this core contracts."""
-        return stream.normed(weight_hbm, eps, self.own())
+    def normed(self, stream: Residual, weight_hbm: NkiTensor, eps: float) -> list[KChunk]:
+        """What this core contracts: its range of the stream, or all, its own first."""
+        numbers = [nl.program_id(0) if len(stream.ranges) > 1 else 0]
+        if not self.by_cores and len(stream.ranges) > 1:
+            numbers.append(1 - nl.program_id(0))
+        return stream.normed(weight_hbm, eps, numbers, self.lanes(stream.tokens))
 
     def low(self, chunks: list[KChunk], us: list[DecodeWeight]) -> NkiTensor:
         """Products with u side by side, which cores share the columns of: [M, r] in HBM."""
@@ -117,7 +122,8 @@ class Stage(nl.NKIObject):
         for w in us:
             size += w.hbm.shape[1]
         low_hbm = nl.ndarray((chunks[0].tokens, size), dtype=us[0].dtype, buffer=nl.shared_hbm)
-        write_dense(side_by_side(low_hbm, us), [chunks], us, [None] * len(us), self.knobs.linear)
+        outs = each_to_hbm(side_by_side(low_hbm, us))
+        write_dense(outs, [chunks], us, [None] * len(us), self.knobs.linear)
         return low_hbm
 
     def normed_sides(
@@ -129,9 +135,9 @@ class Stage(nl.NKIObject):
         the product with u, and ranks sum the squares with that.
         """
         if not self.divided:
-            return self.sides([self.normed(stream, weight_hbm, eps)], count)
+            return self.sides(self.normed(stream, weight_hbm, eps), count)
         us = self.us[0:count]
-        low_hbm = self.low([stream.weighted(weight_hbm)], us)
+        low_hbm = self.low([stream.weighted(weight_hbm, self.lanes(stream.tokens))], us)
         sums = self.ranks.summed([low_hbm, stream.squares(self.ranks.count)])
         inverse_sb = root_of(sums[1], eps)
         found: list[list[KChunk]] = []
@@ -174,25 +180,28 @@ class Stage(nl.NKIObject):
         eps: float,
         biases: list[NkiTensor | None],
     ) -> None:
-        """As `write`, of a stream's norm."""
+        """Write the products of a stream's norm [M, ...] side by side."""
+        outs = each_to_hbm(side_by_side(out_hbm, self.vs))
         if not self.divided:
-            self.write(out_hbm, [self.normed(stream, weight_hbm, eps)], biases)
+            self.write(outs, self.normed(stream, weight_hbm, eps), biases)
             return
         sides = self.normed_sides(stream, weight_hbm, eps, len(self.vs))
-        write_dense(side_by_side(out_hbm, self.vs), sides, self.vs, biases, self.knobs.linear)
+        write_dense(outs, sides, self.vs, biases, self.knobs.linear)
 
     def write(
-        self, out_hbm: NkiTensor, chunks: list[KChunk], biases: list[NkiTensor | None]
+        self,
+        outs: list[ToHbm | Kept],
+        chunks: list[KChunk],
+        biases: list[NkiTensor | None],
     ) -> None:
-        """Write the products [M, ...] side by side."""
-        parts_hbm = side_by_side(out_hbm, self.vs)
+        """Write the product [M, ...] of each Linear."""
         if self.by_cores:
-            write_pairs(parts_hbm, chunks, self.us, self.vs, biases, self.knobs.linear)
+            write_pairs(outs, chunks, self.us, self.vs, biases, self.knobs.linear)
             return
         sides = [chunks]
         if self.low_rank:
             sides = self.sides(chunks, len(self.vs))
-        write_dense(parts_hbm, sides, self.vs, biases, self.knobs.linear)
+        write_dense(outs, sides, self.vs, biases, self.knobs.linear)
 
 
 def side_by_side(hbm: NkiTensor, weights: list[DecodeWeight]) -> list[NkiTensor]:

@@ -6,9 +6,10 @@ from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.mlp.prefill import check_matrices
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
-from neuronmm_ops.kernels.stages.decode import ahead, own, own_columns, write_block
+from neuronmm_ops.kernels.stages.decode import ahead, own
 from neuronmm_ops.kernels.stages.linears import LinearKnobs, MlpKnobs
-from neuronmm_ops.kernels.stages.stationary import Turned, turned, write_turned
+from neuronmm_ops.kernels.stages.outputs import Kept, ToHbm, write_block, write_turned
+from neuronmm_ops.kernels.stages.stationary import Turned, turned
 from neuronmm_ops.kernels.stages.tiling import (
     PARTITIONS,
     Span,
@@ -107,31 +108,30 @@ def mlp_decode(
         sides.append(chunks_of(x_up, up_part, 0, k_chunk, x.dtype, None, lanes, group))
     linear = LinearKnobs(0, False, block, last_block, tile_bytes, stationary)
     knobs = MlpKnobs(linear, activation, inner_block, k_chunk, spill, balance)
-    write_dense_mlp(out_hbm, sides, weights, knobs)
+    write_dense_mlp(ToHbm(out_hbm), sides, weights, knobs)
     return out_hbm
 
 
 def write_dense_mlp(
-    out_hbm: NkiTensor, sides: list[list[KChunk]], weights: list[DecodeWeight], knobs: MlpKnobs
+    out: ToHbm | Kept, sides: list[list[KChunk]], weights: list[DecodeWeight], knobs: MlpKnobs
 ) -> None:
     """out = down(act(gate(x)) * up(x_up)); both cores have columns of I, then of the result.
 
     Args:
-        out_hbm: [M, N].
+        out: [M, N].
         sides: x and x_up, all of both; x alone where they are the same.
         weights: of gate, up and down.
         knobs: of all products.
     """
-    M, linear, activation = out_hbm.shape[0], knobs.linear, knobs.activation
+    M, linear, activation = out.tokens, knobs.linear, knobs.activation
     I, dtype, group = weights[2].rows, weights[0].dtype, weights[0].group  # noqa: E741
     before = ahead(I, group, weights[0].rows + weights[1].rows, I) if knobs.balance else 0
-    columns = own_columns(weights[2].hbm.shape[1], before)
-    blocks = output_blocks(columns, linear.block, linear.last_block)
+    blocks = output_blocks(out.columns(before), linear.block, linear.last_block)
     if linear.stationary:
         both: list[list[Turned]] = [turned(sides[0])]
         both.append(both[0] if len(sides) == 1 else turned(sides[1]))
         h = hidden_turned(both, weights, knobs.inner_block, M, activation, linear.tile_bytes)
-        write_turned(out_hbm, h, weights[2], None, blocks, linear.tile_bytes)
+        write_turned(out, h, weights[2], None, blocks, linear.tile_bytes)
         return
     two = nl.num_programs(0) > 1
     up_scale = weights[1].scale
@@ -159,7 +159,7 @@ def write_dense_mlp(
     for i in range(len(blocks)):
         first, last = i == 0, i + 1 == len(blocks)
         tile_bytes = linear.tile_bytes
-        write_block(out_hbm, h_chunks, weights[2], None, blocks[i], tile_bytes, first, last)
+        write_block(out, h_chunks, weights[2], None, blocks[i], tile_bytes, first, last)
 
 
 def hidden_turned(

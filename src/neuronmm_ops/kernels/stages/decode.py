@@ -12,7 +12,7 @@ from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk
 from neuronmm_ops.kernels.stages.sums import Product, Sums
-from neuronmm_ops.kernels.stages.tiling import OUTPUT_UNIT, Span, core_columns, core_span, spans
+from neuronmm_ops.kernels.stages.tiling import Span, core_columns, core_span, spans
 from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
 
@@ -120,29 +120,3 @@ def of_both_cores(sums: list[Sums]) -> list[NkiTensor]:
     for s in sums:
         found.append(s.of_both_cores(dtype))
     return found
-
-
-def write_block(
-    out_hbm: NkiTensor,
-    chunks: list[KChunk],
-    w: DecodeWeight,
-    bias: NkiTensor | None,
-    columns: Span,
-    tile_bytes: int,
-    first: bool,
-    last: bool,
-) -> None:
-    """out[:, columns] = chunks . w[:, columns] + bias; is it the `first` block, or the `last`?
-
-    The last weight tiles are small, so that little is left to do when the last byte has come.
-    """
-    sums = Sums(w, columns, out_hbm.shape[0], OUTPUT_UNIT, last)
-    if not is_none(w.scale):
-        sums.load_rows(bias)
-    elif not is_none(bias):
-        sums.add_bias(bias)
-    contract(chunks, [sums], tile_bytes, first, last)
-    if last or out_hbm.shape[0] == 1:
-        sums.store_at_once(out_hbm)
-    else:
-        sums.store(out_hbm, 0, sums.rounded(out_hbm.dtype))

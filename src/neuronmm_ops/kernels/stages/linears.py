@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.shim import NkiTensor, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk
-from neuronmm_ops.kernels.stages.decode import again, own_columns, project, write_block
-from neuronmm_ops.kernels.stages.stationary import (
-    Turned,
-    project_turned,
-    turned,
-    write_turned,
-)
+from neuronmm_ops.kernels.stages.decode import again, project
+from neuronmm_ops.kernels.stages.outputs import Kept, ToHbm, write_block, write_turned
+from neuronmm_ops.kernels.stages.stationary import Turned, project_turned, turned
 from neuronmm_ops.kernels.stages.tiling import output_blocks
 from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
@@ -65,57 +61,54 @@ class MlpKnobs(nl.NKIObject):
 
 
 def write_pairs(
-    parts_hbm: list[NkiTensor],
+    outs: list[ToHbm | Kept],
     chunks: list[KChunk],
     us: list[DecodeWeight],
     vs: list[DecodeWeight],
     biases: list[NkiTensor | None],
     knobs: LinearKnobs,
 ) -> None:
-    """parts[n] = (x . us[n]) . vs[n] + biases[n]; both cores have a part of x, then of the columns.
+    """outs[n] = (x . us[n]) . vs[n] + biases[n]; both cores have a part of x, then of the columns.
 
     Args:
-        parts_hbm: [M, N] of each pair.
+        outs: [M, N] of each pair.
         chunks: this core's part of x.
         us: [K, r] of each pair.
         vs: [r, N].
         biases: [N] or None.
         knobs: of all pairs.
     """
-    M, count = parts_hbm[0].shape[0], len(vs)
+    M, count = outs[0].tokens, len(vs)
     tile_bytes = knobs.tile_bytes
     if knobs.stationary:
         turned_low = project_turned(turned(chunks), us, knobs.rank_block, tile_bytes, M)
         for n in range(count):
             ends = n + 1 == count
-            columns = own_columns(vs[n].hbm.shape[1])
-            blocks = output_blocks(columns, knobs.block, knobs.last_block if ends else 0)
-            to_hbm, bias = parts_hbm[n], biases[n]
-            write_turned(to_hbm, turned_low[n], vs[n], bias, blocks, tile_bytes, n == 0, ends)
+            blocks = output_blocks(outs[n].columns(), knobs.block, knobs.last_block if ends else 0)
+            first, bias = n == 0, biases[n]
+            write_turned(outs[n], turned_low[n], vs[n], bias, blocks, tile_bytes, first, ends)
         return
     low = project(chunks, us, knobs.rank_block, knobs.fuse, tile_bytes, M)
     for n in range(count):
         ends = n + 1 == count
-        columns = own_columns(vs[n].hbm.shape[1])
-        blocks = output_blocks(columns, knobs.block, knobs.last_block if ends else 0)
+        blocks = output_blocks(outs[n].columns(), knobs.block, knobs.last_block if ends else 0)
         for j in range(len(blocks)):
             first, last = n + j == 0, ends and j + 1 == len(blocks)
-            to_hbm, bias = parts_hbm[n], biases[n]
-            write_block(to_hbm, low[n], vs[n], bias, blocks[j], tile_bytes, first, last)
+            write_block(outs[n], low[n], vs[n], biases[n], blocks[j], tile_bytes, first, last)
 
 
 def write_dense(
-    parts_hbm: list[NkiTensor],
+    outs: list[ToHbm | Kept],
     sides: list[list[KChunk]],
     weights: list[DecodeWeight],
     biases: list[NkiTensor | None],
     knobs: LinearKnobs,
     resident: bool = True,
 ) -> None:
-    """parts[n] = sides[n] . weights[n] + biases[n]; both cores have all of x, and share columns.
+    """outs[n] = sides[n] . weights[n] + biases[n]; both cores have all of x, and share columns.
 
     Args:
-        parts_hbm: [M, N] of each weight.
+        outs: [M, N] of each weight.
         sides: chunks of each weight's x, or of the one that all of them have.
         weights: [K, N].
         biases: [N] or None.
@@ -127,16 +120,14 @@ def write_dense(
         for chunks in sides:
             sides_turned.append(turned(chunks))
     for n in range(len(weights)):
-        w, to_hbm, bias = weights[n], parts_hbm[n], biases[n]
+        w, out, bias = weights[n], outs[n], biases[n]
         ends, side = n + 1 == len(weights), min(n, len(sides) - 1)
-        blocks = output_blocks(
-            own_columns(w.hbm.shape[1]), knobs.block, knobs.last_block if ends else 0
-        )
+        blocks = output_blocks(out.columns(), knobs.block, knobs.last_block if ends else 0)
         tile_bytes = knobs.tile_bytes
         if knobs.stationary:
-            write_turned(to_hbm, sides_turned[side], w, bias, blocks, tile_bytes, n == 0, ends)
+            write_turned(out, sides_turned[side], w, bias, blocks, tile_bytes, n == 0, ends)
             continue
         for j in range(len(blocks)):
             first, last = n + j == 0, ends and j + 1 == len(blocks)
             x_chunks = sides[side] if resident else again(sides[side])
-            write_block(to_hbm, x_chunks, w, bias, blocks[j], tile_bytes, first, last)
+            write_block(out, x_chunks, w, bias, blocks[j], tile_bytes, first, last)

@@ -16,7 +16,6 @@ from neuronmm_ops.kernels.stages.tiling import (
     PARTITIONS,
     ColumnTile,
     Span,
-    output_tiles,
     spans,
     turned_tiles,
     waited_bytes,
@@ -213,29 +212,6 @@ def project_turned(
                 of_weight.append(Turned(tile.start, to_sb))
         found.append(of_weight)
     return found
-
-
-def write_turned(
-    out_hbm: NkiTensor,
-    activations: list[Turned],
-    w: DecodeWeight,
-    bias: NkiTensor | None,
-    blocks: list[Span],
-    tile_bytes: int,
-    first: bool = True,
-    last: bool = True,
-) -> None:
-    """out[:, blocks] = activations . w[:, blocks] + bias.
-
-    Weight tiles have `tile_bytes` a partition, and fewer at the start of the `first` weight with an
-    output and at the end of the `last`.
-    """
-    for i in range(len(blocks)):
-        sums = TurnedSums(w, output_tiles(blocks[i], out_hbm.shape[0]), out_hbm.shape[0])
-        ends = last and i + 1 == len(blocks)
-        contract_turned(activations, sums, tile_bytes, first and i == 0, ends)
-        for tile in sums.tiles:
-            store_turned(out_hbm, rounded_output(sums, tile, bias, out_hbm.dtype), tile)
 
 
 def rounded_output(

@@ -9,11 +9,10 @@ from neuronmm_ops.kernels.stages.decode import (
     ahead,
     contract,
     own,
-    own_columns,
     project,
-    write_block,
 )
 from neuronmm_ops.kernels.stages.linears import LinearKnobs, MlpKnobs
+from neuronmm_ops.kernels.stages.outputs import Kept, ToHbm, write_block, write_turned
 from neuronmm_ops.kernels.stages.stationary import (
     Turned,
     TurnedSums,
@@ -21,7 +20,6 @@ from neuronmm_ops.kernels.stages.stationary import (
     project_turned,
     scaled,
     turned,
-    write_turned,
 )
 from neuronmm_ops.kernels.stages.sums import Sums
 from neuronmm_ops.kernels.stages.tiling import (
@@ -135,12 +133,12 @@ def svd_mlp_decode(
     x_chunks = chunks_of(x, own(K, group), 0, k_chunk, x.dtype, None, lanes, group)
     linear = LinearKnobs(rank_block, fuse_gate_up, block, last_block, tile_bytes, stationary)
     knobs = MlpKnobs(linear, activation, inner_block, k_chunk, spill, balance)
-    write_gated(out_hbm, x_chunks, us, vs, knobs)
+    write_gated(ToHbm(out_hbm), x_chunks, us, vs, knobs)
     return out_hbm
 
 
 def write_gated(
-    out_hbm: NkiTensor,
+    out: ToHbm | Kept,
     x_chunks: list[KChunk],
     us: list[DecodeWeight],
     vs: list[DecodeWeight],
@@ -149,13 +147,13 @@ def write_gated(
     """out = down(act(gate(x)) * up(x)); both cores have a part of x, of I, then of the columns.
 
     Args:
-        out_hbm: [M, N].
+        out: [M, N].
         x_chunks: this core's part of x.
         us: u_gate, u_up, u_down.
         vs: v_gate, v_up, v_down.
         knobs: of all products.
     """
-    M, dtype, linear = out_hbm.shape[0], vs[0].dtype, knobs.linear
+    M, dtype, linear = out.tokens, vs[0].dtype, knobs.linear
     rank_block, tile_bytes = linear.rank_block, linear.tile_bytes
     group, up_scale = us[0].group, vs[1].scale
     inner = own(vs[0].hbm.shape[1], group)
@@ -164,15 +162,14 @@ def write_gated(
         sides, down = us[0].hbm.shape[1] + us[1].hbm.shape[1], us[2].hbm.shape[1]
         before = ahead(us[0].rows, group, sides, down)
         before += ahead(vs[0].hbm.shape[1], group, sides + down, down)
-    columns = own_columns(vs[2].hbm.shape[1], before)
-    blocks = output_blocks(columns, linear.block, linear.last_block)
+    blocks = output_blocks(out.columns(before), linear.block, linear.last_block)
     if linear.stationary:
         turned_low = project_turned(turned(x_chunks), us[0:2], rank_block, tile_bytes, M)
         h: list[Turned] = []
         for columns in spans(inner.start, inner.size, knobs.inner_block):
             h.extend(gated_turned(turned_low, vs, columns, M, knobs.activation, tile_bytes))
         d = project_turned(h, [us[2]], rank_block, tile_bytes, M)[0]
-        write_turned(out_hbm, d, vs[2], None, blocks, tile_bytes)
+        write_turned(out, d, vs[2], None, blocks, tile_bytes)
         return
     low = project(x_chunks, us[0:2], rank_block, linear.fuse, tile_bytes, M)
     h_chunks: list[KChunk] = []
@@ -202,7 +199,7 @@ def write_gated(
     d_chunks = project(h_chunks, [us[2]], rank_block, False, tile_bytes, M)[0]
     for i in range(len(blocks)):
         first, last = i == 0, i + 1 == len(blocks)
-        write_block(out_hbm, d_chunks, vs[2], None, blocks[i], tile_bytes, first, last)
+        write_block(out, d_chunks, vs[2], None, blocks[i], tile_bytes, first, last)
 
 
 def gated(

@@ -6,6 +6,7 @@ from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.decode import own
 from neuronmm_ops.kernels.stages.linears import LinearKnobs, write_pairs
+from neuronmm_ops.kernels.stages.outputs import each_to_hbm
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS
 from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for
 from neuronmm_ops.kernels.svd_qkv.prefill import check_biases, check_factors
@@ -119,5 +120,5 @@ def svd_qkv_decode(
     group = first_factors[0].group
     chunks = chunks_of(x, own(K, group), 0, k_chunk, x.dtype, None, lanes, group)
     knobs = LinearKnobs(rank_block, fuse, block, last_block, tile_bytes, stationary)
-    write_pairs(parts_hbm, chunks, first_factors, second_factors, biases, knobs)
+    write_pairs(each_to_hbm(parts_hbm), chunks, first_factors, second_factors, biases, knobs)
     return out_hbm

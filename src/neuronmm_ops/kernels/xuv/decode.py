@@ -7,6 +7,7 @@ from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.decode import own
 from neuronmm_ops.kernels.stages.linears import LinearKnobs, write_pairs
+from neuronmm_ops.kernels.stages.outputs import ToHbm
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, check_pair
 from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for, rows_of
 
@@ -77,5 +78,5 @@ def xuv_decode(
     lanes, group = 0 if stationary else lanes_for([first_factor], M), first_factor.group
     x_chunks = chunks_of(x, own(K, group), 0, k_chunk, x.dtype, None, lanes, group)
     knobs = LinearKnobs(rank_block, False, block, last_block, tile_bytes, stationary)
-    write_pairs([out_hbm], x_chunks, [first_factor], [second_factor], [bias], knobs)
+    write_pairs([ToHbm(out_hbm)], x_chunks, [first_factor], [second_factor], [bias], knobs)
     return out_hbm

@@ -6,6 +6,7 @@ from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.linears import LinearKnobs, write_dense
+from neuronmm_ops.kernels.stages.outputs import ToHbm
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, check_pair
 from neuronmm_ops.kernels.stages.weights import DecodeWeight, lanes_for, rows_of
 
@@ -69,5 +70,5 @@ def xw_decode(
     lanes = 0 if stationary else lanes_for([weight], M)
     chunks = chunks_of(x, Span(0, K), 0, k_chunk, x.dtype, None, lanes, weight.group)
     knobs = LinearKnobs(0, False, block, last_block, tile_bytes, stationary)
-    write_dense([out_hbm], [chunks], [weight], [bias], knobs, resident)
+    write_dense([ToHbm(out_hbm)], [chunks], [weight], [bias], knobs, resident)
     return out_hbm

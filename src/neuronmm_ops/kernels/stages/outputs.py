@@ -1,0 +1,181 @@
+"""The last product of a stage, and where it goes: to HBM, or as a later contraction takes it."""
+
+from __future__ import annotations
+
+from neuronmm_ops.kernels.front_end import is_none
+from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
+from neuronmm_ops.kernels.stages.chunks import KChunk
+from neuronmm_ops.kernels.stages.decode import contract, own_columns
+from neuronmm_ops.kernels.stages.stationary import (
+    Turned,
+    TurnedSums,
+    contract_turned,
+    rounded_output,
+    scaled,
+    store_turned,
+)
+from neuronmm_ops.kernels.stages.sums import Sums
+from neuronmm_ops.kernels.stages.tiling import (
+    OUTPUT_UNIT,
+    ColumnTile,
+    Span,
+    chunk_parts,
+    output_tiles,
+)
+from neuronmm_ops.kernels.stages.weights import DecodeWeight
+
+
+class ToHbm(nl.NKIObject):
+    """[M, N] in HBM, of which each core stores its columns."""
+
+    def __init__(self, hbm: NkiTensor) -> None:
+        self.hbm = hbm
+        self.tokens = hbm.shape[0]
+
+    def columns(self, ahead: int = 0) -> Span:
+        """This core's, as `own_columns`."""
+        return own_columns(self.hbm.shape[1], ahead)
+
+    def put(self, sums: Sums, last: bool) -> None:
+        """Store sums of moving weights; is it the `last` block?"""
+        if last or self.tokens == 1:
+            sums.store_at_once(self.hbm)
+        else:
+            sums.store(self.hbm, 0, sums.rounded(self.hbm.dtype))
+
+    def tiles(self, blocks: list[Span]) -> list[list[ColumnTile]]:
+        """Columns of stationary weights that are summed in a pass."""
+        found: list[list[ColumnTile]] = []
+        for columns in blocks:
+            found.append(output_tiles(columns, self.tokens))
+        return found
+
+    def put_turned(self, sums: TurnedSums, bias: NkiTensor | None) -> None:
+        """Store sums of stationary weights."""
+        for tile in sums.tiles:
+            store_turned(self.hbm, rounded_output(sums, tile, bias, self.hbm.dtype), tile)
+
+
+def each_to_hbm(parts: list[NkiTensor]) -> list[ToHbm | Kept]:
+    """Of each part [M, N] in HBM."""
+    found: list[ToHbm | Kept] = []
+    for hbm in parts:
+        found.append(ToHbm(hbm))
+    return found
+
+
+class Kept(nl.NKIObject):
+    """A core's columns of [M, N] in SBUF, where a later contraction has them as its K chunk.
+
+    Args:
+        M: tokens.
+        own: the core's columns.
+        group: rows of the later weights that share a scale; 0: all.
+        dtype: of what is kept.
+    """
+
+    def __init__(self, M: int, own: Span, group: int, dtype: nl.DType) -> None:
+        self.tokens = M
+        self.own = own
+        self.group = group
+        self.dtype = dtype
+        # as moving weights make them: [M, columns]
+        self.rows_sb: list[NkiTensor] = []
+        # [rows, tiles, M] of each part of the chunk
+        self.parts_sb: list[NkiTensor] = []
+
+    def columns(self, ahead: int = 0) -> Span:
+        """This core's: those that it has of the later contraction."""
+        assert ahead == 0, "what is kept is a core's part of a contraction; leave balance out"
+        return self.own
+
+    def put(self, sums: Sums, last: bool) -> None:
+        """Keep sums of moving weights; after the `last` block all are transposed."""
+        if len(self.rows_sb) == 0:
+            self.rows_sb.append(nl.ndarray((self.tokens, self.own.size), dtype=self.dtype))
+        rows_sb, parts = self.rows_sb[0], sums.tiling.evictions()
+        for i in range(len(parts)):
+            part = parts[i]
+            start = sums.columns.start + part.group * sums.tiling.width + part.start
+            sums.evict(rows_sb[:, nl.ds(start - self.own.start, part.size)], part, i)
+        if last:
+            chunk = KChunk(0, rows_sb, True, 0, self.dtype, scaled_rows=self.group)
+            chunk.transpose()
+            self.parts_sb.extend(chunk.transposed_sb)
+
+    def tiles(self, blocks: list[Span]) -> list[list[ColumnTile]]:
+        """Columns of stationary weights that are summed in a pass: all, whose tiles are strided."""
+        found: list[ColumnTile] = []
+        slot = 0
+        for part in chunk_parts(self.own.size, self.group):
+            start = self.own.start + part.start
+            found.append(ColumnTile(start, part.rows, part.tiles, True, slot))
+            slot += part.tiles
+        return [found]
+
+    def put_turned(self, sums: TurnedSums, bias: NkiTensor | None) -> None:
+        """Keep sums of stationary weights."""
+        assert is_none(bias), "what is kept has no bias"
+        for i in range(len(sums.tiles)):
+            tile = sums.tiles[i]
+            part_sb = nl.ndarray((tile.rows, tile.count, self.tokens), dtype=self.dtype)
+            scaled(part_sb, sums.psum(tile), sums.factors(tile), i)
+            self.parts_sb.append(part_sb)
+
+    def of_cores(self) -> list[list[NkiTensor]]:
+        """The parts of each core, whose ranges are equal: they are exchanged."""
+        if nl.num_programs(0) == 1:
+            return [self.parts_sb]
+        received: list[NkiTensor] = []
+        other = 1 - nl.program_id(0)
+        for part_sb in self.parts_sb:
+            received_sb = nl.ndarray(part_sb.shape, dtype=self.dtype)
+            nisa.sendrecv(part_sb, received_sb, other, other, 0)
+            received.append(received_sb)
+        return [received, self.parts_sb] if other == 0 else [self.parts_sb, received]
+
+
+def write_block(
+    out: ToHbm | Kept,
+    chunks: list[KChunk],
+    w: DecodeWeight,
+    bias: NkiTensor | None,
+    columns: Span,
+    tile_bytes: int,
+    first: bool,
+    last: bool,
+) -> None:
+    """out[:, columns] = chunks . w[:, columns] + bias; is it the `first` block, or the `last`?
+
+    The last weight tiles are small, so that little is left to do when the last byte has come.
+    """
+    sums = Sums(w, columns, out.tokens, OUTPUT_UNIT, last)
+    if not is_none(w.scale):
+        sums.load_rows(bias)
+    elif not is_none(bias):
+        sums.add_bias(bias)
+    contract(chunks, [sums], tile_bytes, first, last)
+    out.put(sums, last)
+
+
+def write_turned(
+    out: ToHbm | Kept,
+    activations: list[Turned],
+    w: DecodeWeight,
+    bias: NkiTensor | None,
+    blocks: list[Span],
+    tile_bytes: int,
+    first: bool = True,
+    last: bool = True,
+) -> None:
+    """out[:, blocks] = activations . w[:, blocks] + bias.
+
+    Weight tiles have `tile_bytes` a partition, and fewer at the start of the `first` weight with an
+    output and at the end of the `last`.
+    """
+    passes = out.tiles(blocks)
+    for i in range(len(passes)):
+        sums = TurnedSums(w, passes[i], out.tokens)
+        ends = last and i + 1 == len(passes)
+        contract_turned(activations, sums, tile_bytes, first and i == 0, ends)
+        out.put_turned(sums, bias)
