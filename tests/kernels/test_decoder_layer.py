@@ -52,7 +52,7 @@ def composed(x, residual, norms, cos, sin, caches, positions, matrices, biases, 
 def check_layer(
     launch, dtype, heads=(4, 2, 32), H=192, inner=320, ranks=(16, 24, 40), T=200, positions=(70,),
     M=1, window=0, head_norm=False, bias=False, residual=True, storage="", schedules=0,
-    tp=1,
+    tp=1, stationary=False,
 ):  # fmt: skip
     """Values of a layer with pairs of these ranks (qkv, output, MLP; 0: dense) on a launch.
 
@@ -104,6 +104,9 @@ def check_layer(
     operands = [x, added, cos, sin, torch.tensor(positions, dtype=torch.int32)]
     operands += [tuple(each) for each in (norms, caches, stored, biases, scales)]
     options = {"target": target, "window": window, "eps": EPS, "schedules": schedules}
+    if stationary:
+        linear = (1024, 0, 1024, 0, 1024, 0, 1024, 256, 8192, 1, 0)
+        options |= {"qkv_knobs": linear, "output_knobs": linear, "mlp_knobs": linear}
     kernel = on(decoder_layer_decode, lnc)
     if tp > 1:
         done = nc.simulate(kernel, *divided(operands, tp), **options, tp=tp, ranks=tp)
@@ -131,14 +134,14 @@ def test_values(launch, ranks):
 
 @pytest.mark.parametrize("lnc", [1, 2])
 @pytest.mark.parametrize("ranks", [(16, 24, 40), (0, 0, 0), (16, 0, 0)])
-@pytest.mark.parametrize(("H", "stationary"), [(192, 0), (768, 0), (768, 1)])
+@pytest.mark.parametrize(("H", "stationary"), [(192, False), (768, False), (768, True)])
 def test_layers_in_one_launch_are_those_of_several(lnc, ranks, H, stationary):
     """Of 192 features two cores hand the stream on through HBM, of 768 in SBUF."""
     sizes = {"ranks": ranks, "positions": (3, 90), "M": 2, "bias": True, "head_norm": True}
-    layer = {**sizes, "H": H, "storage": "fp8", "schedules": lnc - 1}
-    _, operands, options = check_layer(("trn2", lnc), torch.bfloat16, **layer)
-    linear = (1024, 0, 1024, 0, 1024, 0, 1024, 256, 8192, stationary, 0)
-    options |= {"qkv_knobs": linear, "output_knobs": linear, "mlp_knobs": linear}
+    layer = {**sizes, "heads": (4, 2, 64), "H": H, "storage": "fp8", "schedules": lnc - 1}
+    _, operands, options = check_layer(
+        ("trn2", lnc), torch.bfloat16, **layer, stationary=stationary
+    )
     x, added, cos, sin, positions, norms, caches, *weights = operands
 
     def launched(x, added, caches):
@@ -187,6 +190,28 @@ def test_values_in_one_byte(storage, ranks, lnc):
 def test_no_order_of_two_cores_changes_a_value(heads, H, ranks):
     layer = {"ranks": ranks, "positions": (3, 90), "M": 2, "H": H}
     check_layer(("trn2", 2), torch.bfloat16, heads, **layer, schedules=4)
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 64), (6, 3, 64), (4, 1, 128), (4, 2, 32)])
+@pytest.mark.parametrize("positions", [(70,), (3, 90)])
+@pytest.mark.parametrize(("launch", "tp"), [(("trn1", 1), 1), (("trn2", 2), 1), (("trn3", 2), 2)])
+def test_values_of_stationary_weights(heads, positions, launch, tp):
+    """Heads of 64 and 128 features stay transposed, of 32 do not."""
+    kinds = {"bias": True, "head_norm": True, "residual": False, "storage": "fp8"}
+    heads = (heads[0] * tp, heads[1] * tp, heads[2])
+    layer = {"heads": heads, "H": 512, "M": 2, "positions": positions, "tp": tp, **kinds}
+    check_layer(launch, torch.bfloat16, **layer, schedules=launch[1] - 1, stationary=True)
+
+
+def test_transposed_heads_need_no_dma():
+    layer = {"heads": (8, 2, 64), "H": 256, "ranks": (0, 0, 0), "inner": 256}
+    done = [
+        check_layer(("trn2", 2), torch.bfloat16, **layer, stationary=stationary)[0]
+        for stationary in (False, True)
+    ]
+    rows, turned = [each.profile for each in done]
+    assert turned.opcodes["dma_copy"] < rows.opcodes["dma_copy"]
+    assert turned.time_ms < rows.time_ms
 
 
 def test_sums_of_few_columns_are_exchanged_at_once():

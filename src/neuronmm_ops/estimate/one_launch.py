@@ -1,7 +1,7 @@
 """A token whose layers share launches, beside one launch a kernel; all modelled.
 
 The norms, RoPE, attention with its caches, every Linear and both residuals of several layers are in
-one launch of `decoder_layer_decode`, which is planned for one of them. The first layer of a launch
+one launch of `decoder_layer_decode`, which is planned for one of two. The first layer of a launch
 is traced, and what two more add: each further one takes as long as either.
 """
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from neuronmm_ops.kernels.attention.heads import HeadNorm, NewHeads, NewTokens, Rotation
+from neuronmm_ops.kernels.attention.heads import HeadNorm, NewTokens, Rotation, RowHeads
 from neuronmm_ops.kernels.attention.mixture import Rescaling
 from neuronmm_ops.kernels.attention.parts import UnitOutput, meet
 from neuronmm_ops.kernels.attention.scores import Scores
+from neuronmm_ops.kernels.attention.turned import TurnedHeads
 from neuronmm_ops.kernels.attention.units import (
     BLOCK_TILES,
     SCORES,
@@ -164,7 +165,7 @@ def attention_decode(
     B, kv, d, T = k_cache.shape
     M = qkv.shape[0] // B
     shape = Shape(B, qkv.shape[1] // d - 2 * kv, kv, d, T, M)
-    check_operands(shape, qkv, cos, v_cache, positions)
+    check_operands(shape, qkv.shape[1], cos, v_cache, positions)
     assert is_none(q_weight) == is_none(k_weight), "give both weights of norms, or none"
     out_hbm = nl.ndarray((B * M, shape.heads * d), dtype=qkv.dtype, buffer=nl.shared_hbm)
     norms: list[HeadNorm] = []
@@ -172,18 +173,18 @@ def attention_decode(
         norms.append(HeadNorm(q_weight, k_weight, shape.heads, eps))
     rotation = Rotation(cos, sin, min(PARTITIONS, shape.heads + kv), norms)
     load_table()
-    attend(out_hbm, qkv, k_cache, v_cache, Positions(positions), shape, rotation, window)
+    heads = RowHeads(qkv, shape, rotation)
+    attend(out_hbm, heads, k_cache, v_cache, Positions(positions), shape, window)
     return out_hbm, k_cache, v_cache
 
 
 def attend(
     out_hbm: NkiTensor,
-    qkv: NkiTensor,
+    heads: RowHeads | TurnedHeads,
     k_cache: NkiTensor,
     v_cache: NkiTensor,
     positions: Positions,
     shape: Shape,
-    rotation: Rotation,
     window: int,
 ) -> None:
     """This core's columns of the output, or its sequences; the other arguments as those above."""
@@ -201,7 +202,7 @@ def attend(
     waiting: list[UnitOutput] = []
     for u in range(len(units)):
         if u == len(made):
-            made.extend(new_tokens(qkv, shape, units, u, rotation))
+            made.extend(new_tokens(heads, units, u))
             if u == 0:
                 lanes.append(Lanes(shape, made[0].lanes))
             visible = Visible(lanes[0], positions, reach, units[u].sequence, window)
@@ -217,7 +218,7 @@ def attend(
                 scores.add(cache_block, seen[u])
             scores.finish()
             if len(joins) == 0:
-                dtype = nl.float32 if qkv.dtype == nl.float32 else nl.tfloat32
+                dtype = nl.float32 if heads.dtype == nl.float32 else nl.tfloat32
                 joins.append(Rescaling(same_lanes(made[0].lanes), dtype))
             if len(scored) > 0:  # while the keys of this part come
                 waiting[0].add(scored[0], joins[0])
@@ -236,25 +237,23 @@ def attend(
             caches.store_values(made[u], seen[u].place_sb)
 
 
-def new_tokens(
-    qkv: NkiTensor, shape: Shape, units: list[Unit], first: int, rotation: Rotation
-) -> list[NewTokens]:
+def new_tokens(heads: RowHeads | TurnedHeads, units: list[Unit], first: int) -> list[NewTokens]:
     """The new tokens of all units from number `first` on that are of its sequence."""
     found: list[NewTokens] = []
-    heads = NewHeads(qkv, shape, units[first].sequence, rotation)
+    own = heads.of(units[first].sequence)
     for unit in units[first : len(units)]:
         if unit.sequence == units[first].sequence:
-            found.append(NewTokens(heads, unit))
+            found.append(NewTokens(own, unit))
     return found
 
 
 def check_operands(
-    shape: Shape, qkv: NkiTensor, cos: NkiTensor, v_cache: NkiTensor, positions: NkiTensor
+    shape: Shape, width: int, cos: NkiTensor, v_cache: NkiTensor, positions: NkiTensor
 ) -> None:
     """Check what the sizes of the key cache ask of the others."""
     rows = shape.batch * shape.new
-    wanted = (rows, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)
-    assert qkv.shape == wanted, f"qkv must be {wanted}, got {qkv.shape}"
+    size = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    assert width == size, f"query, key and value have {size} features, got {width}"
     wanted = (rows, shape.head_dim)
     assert cos.shape == wanted, f"cos must be {wanted}, got {cos.shape}"
     wanted = (shape.batch, shape.kv_heads, shape.tokens, shape.head_dim)

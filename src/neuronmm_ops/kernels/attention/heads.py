@@ -115,32 +115,62 @@ class NewHeads(nl.NKIObject):
     """The heads of a sequence's new tokens, transposed.
 
     Args:
-        qkv: [batch * new, (heads + 2 kv_heads) head_dim] in HBM.
         shape: all sizes.
-        sequence: which of the batch.
+        dtype: of the activations.
+        values_hbm: [new, kv_heads, head_dim].
+        columns: of each token [head_dim, query heads and keys].
+    """
+
+    def __init__(
+        self, shape: Shape, dtype: nl.DType, values_hbm: NkiTensor, columns: list[NkiTensor]
+    ) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.values_hbm = values_hbm
+        self.columns = columns
+
+
+def values_of(hbm: NkiTensor, shape: Shape, sequence: int, before: int) -> NkiTensor:
+    """[new, kv_heads, head_dim] of a sequence, of [batch * new, ...] with so many heads before."""
+    rows_hbm = hbm[nl.ds(sequence * shape.new, shape.new), :]
+    rows_hbm = rows_hbm.reshape((shape.new, before + shape.kv_heads, shape.head_dim))
+    return rows_hbm[:, nl.ds(before, shape.kv_heads), :]
+
+
+class RowHeads(nl.NKIObject):
+    """The heads of all new tokens, as rows in HBM.
+
+    Args:
+        qkv: [batch * new, (heads + 2 kv_heads) head_dim].
+        shape: all sizes.
         rotation: of queries and keys.
     """
 
-    def __init__(self, qkv: NkiTensor, shape: Shape, sequence: int, rotation: Rotation) -> None:
-        d, count = shape.head_dim, shape.heads + shape.kv_heads
-        self.shape = shape
+    def __init__(self, qkv: NkiTensor, shape: Shape, rotation: Rotation) -> None:
+        self.qkv = qkv
         self.dtype = qkv.dtype
-        rows_hbm = qkv[nl.ds(sequence * shape.new, shape.new), :]
+        self.shape = shape
+        self.rotation = rotation
+
+    def of(self, sequence: int) -> NewHeads:
+        """The heads of a sequence's new tokens."""
+        shape, dtype = self.shape, self.qkv.dtype
+        d, count = shape.head_dim, shape.heads + shape.kv_heads
+        rows_hbm = self.qkv[nl.ds(sequence * shape.new, shape.new), :]
         rows_hbm = rows_hbm.reshape((shape.new, count + shape.kv_heads, d))
-        self.values_hbm = rows_hbm[:, nl.ds(count, shape.kv_heads), :]
-        # of each token [head_dim, query heads and keys]
-        self.columns_psum: list[NkiTensor] = []
+        columns: list[NkiTensor] = []
         for m in range(shape.new):
-            columns_psum = nl.ndarray((d, count), dtype=transposed_dtype(qkv.dtype), buffer=nl.psum)
+            columns_psum = nl.ndarray((d, count), dtype=transposed_dtype(dtype), buffer=nl.psum)
             tiles = spans(0, count, PARTITIONS)
             for n in range(len(tiles)):
                 own = nl.ds(tiles[n].start, tiles[n].size)
-                rows_sb = nl.ndarray((tiles[n].size, d), dtype=qkv.dtype)
+                rows_sb = nl.ndarray((tiles[n].size, d), dtype=dtype)
                 nisa.dma_copy(rows_sb, rows_hbm[m, own, :], dge_mode=nisa.dge_mode.none)
                 if n == 0:
-                    rotation.load(sequence * shape.new + m)
-                nisa.nc_transpose(columns_psum[:, own], rotation.run(n, tiles[n], rows_sb))
-            self.columns_psum.append(columns_psum)
+                    self.rotation.load(sequence * shape.new + m)
+                nisa.nc_transpose(columns_psum[:, own], self.rotation.run(n, tiles[n], rows_sb))
+            columns.append(columns_psum)
+        return NewHeads(shape, dtype, values_of(self.qkv, shape, sequence, count), columns)
 
 
 class NewTokens(nl.NKIObject):
@@ -174,25 +204,24 @@ class NewTokens(nl.NKIObject):
         self.keys_sb = nl.ndarray((self.rows, self.tiles, shape.new), dtype=heads.dtype)
         nisa.memset(self.queries_sb, 0.0, engine=nisa.gpsimd_engine)
         for m in range(shape.new):
-            self.lay_out(m, heads.columns_psum[m])
+            self.lay_out(m, heads.columns[m])
 
-    def lay_out(self, m: int, columns_psum: NkiTensor) -> None:
+    def lay_out(self, m: int, columns: NkiTensor) -> None:
         """Copy the heads of a token [head_dim, query heads and keys] to their places."""
         n, g, d, step = self.keys, self.shape.group, self.head_dim, self.stacked
         diagonal_sb = self.queries_sb.reshape((self.rows, self.tiles, self.width))
         first, full = self.unit.keys.start, n // step  # tiles that have all of their heads
         last = self.shape.heads + first + n
-        whole_psum = columns_psum[:, nl.ds(first * g, full * step * g)]
-        whole_psum = whole_psum.reshape_dim(1, (full, step * g))
+        whole = columns[:, nl.ds(first * g, full * step * g)].reshape_dim(1, (full, step * g))
         for a in range(step):
             rows, own = nl.ds(a * d, d), nl.ds(a * self.each + m * g, g)
-            evict(diagonal_sb[rows, 0:full, own], whole_psum[:, :, nl.ds(a * g, g)], a)
+            evict(diagonal_sb[rows, 0:full, own], whole[:, :, nl.ds(a * g, g)], a)
             if a < n - full * step:
-                rest_psum = columns_psum[:, nl.ds((first + full * step + a) * g, g)]
-                evict(diagonal_sb[rows, full, own], rest_psum, a)
+                rest = columns[:, nl.ds((first + full * step + a) * g, g)]
+                evict(diagonal_sb[rows, full, own], rest, a)
         for a in range(step):
-            keys_psum = columns_psum[:, self.shape.heads + first + a : last : step]
-            evict(self.keys_sb[nl.ds(a * d, d), 0 : tiles_in(n - a, step), m], keys_psum, a + 1)
+            keys = columns[:, self.shape.heads + first + a : last : step]
+            evict(self.keys_sb[nl.ds(a * d, d), 0 : tiles_in(n - a, step), m], keys, a + 1)
 
     def rows_of(self, tile: int) -> int:
         """Rows of a tile of keys."""

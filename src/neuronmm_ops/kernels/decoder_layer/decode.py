@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from neuronmm_ops.kernels.attention.decode import attend, check_operands, load_table
-from neuronmm_ops.kernels.attention.heads import HeadNorm, Rotation
+from neuronmm_ops.kernels.attention.heads import HeadNorm, Rotation, RowHeads
+from neuronmm_ops.kernels.attention.turned import TurnedHeads, TurnedRotation, may_turn
 from neuronmm_ops.kernels.attention.units import Shape
 from neuronmm_ops.kernels.attention.visible import Positions
 from neuronmm_ops.kernels.decoder_layer.norm import Residual
 from neuronmm_ops.kernels.decoder_layer.ranks import TensorParallel, meet
-from neuronmm_ops.kernels.decoder_layer.stage import Stage, StageKnobs
+from neuronmm_ops.kernels.decoder_layer.stage import Stage, StageKnobs, side_by_side
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.mlp.decode import write_dense_mlp
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.linears import MlpKnobs, write_dense
-from neuronmm_ops.kernels.stages.outputs import Kept, ToHbm
+from neuronmm_ops.kernels.stages.outputs import Kept, ToHbm, each_to_hbm
 from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, PARTITIONS, Span, core_span
 from neuronmm_ops.kernels.svd_mlp.decode import write_gated
 from neuronmm_ops.kernels.svd_mlp.prefill import load_table as load_function
@@ -93,6 +94,8 @@ class Decoding(nl.NKIObject):
         self.window = window
         load_table()
         self.positions = Positions(positions)
+        # for transposed heads, from the first layer on that has such
+        self.rotations: list[TurnedRotation] = []
 
     def divide(self, tokens: int, H: int, stages: list[Stage]) -> None:
         """Keep the stream in SBUF, of equal ranges of cores, where ranks have no sums of it."""
@@ -133,24 +136,18 @@ class Decoding(nl.NKIObject):
         tokens, dtype = before.tokens, before.dtype
         B, kv, d, T = layer.k_cache.shape
         shape = Shape(B, qkv.out_features // d - 2 * kv, kv, d, T, tokens // B)
-        qkv_hbm = nl.ndarray((tokens, qkv.out_features), dtype=dtype, buffer=nl.shared_hbm)
-        check_operands(shape, qkv_hbm, self.rotary[0], layer.v_cache, self.positions_hbm)
-        qkv.write_normed(qkv_hbm, before, layer.norms[0], self.eps, layer.biases)
-        meet(qkv_hbm)
+        width = qkv.out_features
+        check_operands(shape, width, self.rotary[0], layer.v_cache, self.positions_hbm)
+        heads = self.heads(layer, before, shape)
         keeps = len(self.ranges) > 0
         stream: list[NkiTensor] = []
         if not keeps:
             size = (tokens, qkv.features)
             stream.append(nl.ndarray(size, dtype=dtype, buffer=nl.private_hbm))
             before.store(stream[0])
-        norms: list[HeadNorm] = []
-        if not is_none(layer.norms[2]):
-            norms.append(HeadNorm(layer.norms[2], layer.norms[3], shape.heads, self.eps))
-        cos, sin = self.rotary[0], self.rotary[1]
-        rotation = Rotation(cos, sin, min(PARTITIONS, shape.heads + kv), norms)
         mixed_hbm = nl.ndarray((tokens, shape.heads * d), dtype=dtype, buffer=nl.shared_hbm)
         k_cache, v_cache = layer.k_cache, layer.v_cache
-        attend(mixed_hbm, qkv_hbm, k_cache, v_cache, self.positions, shape, rotation, self.window)
+        attend(mixed_hbm, heads, k_cache, v_cache, self.positions, shape, self.window)
         load_function(self.activation)
         meet(mixed_hbm)
         mixed = output.chunks(mixed_hbm)
@@ -162,6 +159,28 @@ class Decoding(nl.NKIObject):
         added_hbm = nl.ndarray(added, dtype=dtype, buffer=nl.shared_hbm)
         output.write([ToHbm(added_hbm)], mixed, [None])
         return Between(self.whole(output, added_hbm), stream[0])
+
+    def heads(self, layer: Layer, stream: Residual, shape: Shape) -> RowHeads | TurnedHeads:
+        """Query, key and value of a stream's norm: transposed as sums lie so, or rows in HBM."""
+        qkv = layer.qkv
+        tokens, dtype = stream.tokens, stream.dtype
+        cos, sin = self.rotary[0], self.rotary[1]
+        norms: list[HeadNorm] = []
+        if not is_none(layer.norms[2]):
+            norms.append(HeadNorm(layer.norms[2], layer.norms[3], shape.heads, self.eps))
+        if qkv.knobs.linear.stationary and may_turn(shape):
+            if len(self.rotations) == 0:
+                self.rotations.append(TurnedRotation(cos, sin))
+            turned = TurnedHeads(shape, dtype, self.window)
+            qkv.write_normed(turned.outs, stream, layer.norms[0], self.eps, layer.biases)
+            turned.finish(self.rotations[0], norms)
+            return turned
+        qkv_hbm = nl.ndarray((tokens, qkv.out_features), dtype=dtype, buffer=nl.shared_hbm)
+        outs = each_to_hbm(side_by_side(qkv_hbm, qkv.vs))
+        qkv.write_normed(outs, stream, layer.norms[0], self.eps, layer.biases)
+        meet(qkv_hbm)
+        rotation = Rotation(cos, sin, min(PARTITIONS, shape.heads + shape.kv_heads), norms)
+        return RowHeads(qkv_hbm, shape, rotation)
 
     def whole(self, stage: Stage, added_hbm: NkiTensor) -> NkiTensor:
         """What a stage adds to the stream, as the ranks have that."""
@@ -282,9 +301,10 @@ def decoder_layer_decode(
     Notes:
         Rounding is that of the ops' kernels: the stream, normed tokens, query, key and value,
         attention's output, low-rank features and act(gate) * up are rounded to the dtype of x.
-        Query, key and value, attention's output and that of both halves of a layer pass through
-        HBM; the norms are computed by every core, in the layout that TensorE takes. Without ranks
-        the stream stays in SBUF, and cores exchange what a half of a layer adds to it.
+        The norms are computed by every core, in the layout that TensorE takes. Without ranks the
+        stream stays in SBUF, and cores exchange what a half of a layer adds to it; with ranks, or
+        more tokens than PSUM holds sums of, it passes through HBM. So do values, attention's output
+        and, but for heads of 64 or 128 features made by stationary weights, queries and keys.
 
     Pseudocode:
         for each layer:

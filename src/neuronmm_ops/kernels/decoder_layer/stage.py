@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from neuronmm_ops.kernels.decoder_layer.norm import Residual, root_of, turned_chunk
 from neuronmm_ops.kernels.decoder_layer.ranks import TensorParallel
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
 from neuronmm_ops.kernels.stages.linears import LinearKnobs, write_dense, write_pairs
-from neuronmm_ops.kernels.stages.outputs import Kept, ToHbm, each_to_hbm
+from neuronmm_ops.kernels.stages.outputs import each_to_hbm
 from neuronmm_ops.kernels.stages.tiling import Span, core_span
 from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for
 
@@ -174,27 +176,21 @@ class Stage(nl.NKIObject):
 
     def write_normed(
         self,
-        out_hbm: NkiTensor,
+        outs: list[Any],
         stream: Residual,
         weight_hbm: NkiTensor,
         eps: float,
         biases: list[NkiTensor | None],
     ) -> None:
-        """Write the products of a stream's norm [M, ...] side by side."""
-        outs = each_to_hbm(side_by_side(out_hbm, self.vs))
+        """As `write`, of a stream's norm."""
         if not self.divided:
             self.write(outs, self.normed(stream, weight_hbm, eps), biases)
             return
         sides = self.normed_sides(stream, weight_hbm, eps, len(self.vs))
         write_dense(outs, sides, self.vs, biases, self.knobs.linear)
 
-    def write(
-        self,
-        outs: list[ToHbm | Kept],
-        chunks: list[KChunk],
-        biases: list[NkiTensor | None],
-    ) -> None:
-        """Write the product [M, ...] of each Linear."""
+    def write(self, outs: list[Any], chunks: list[KChunk], biases: list[NkiTensor | None]) -> None:
+        """Write the product [M, N] of each Linear to its output, as `write_pairs`."""
         if self.by_cores:
             write_pairs(outs, chunks, self.us, self.vs, biases, self.knobs.linear)
             return

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from neuronmm_ops.kernels.shim import NkiTensor, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk
 from neuronmm_ops.kernels.stages.decode import again, project
-from neuronmm_ops.kernels.stages.outputs import Kept, ToHbm, write_block, write_turned
+from neuronmm_ops.kernels.stages.outputs import write_block, write_turned
 from neuronmm_ops.kernels.stages.stationary import Turned, project_turned, turned
 from neuronmm_ops.kernels.stages.tiling import output_blocks
 from neuronmm_ops.kernels.stages.weights import DecodeWeight
@@ -61,7 +63,7 @@ class MlpKnobs(nl.NKIObject):
 
 
 def write_pairs(
-    outs: list[ToHbm | Kept],
+    outs: list[Any],
     chunks: list[KChunk],
     us: list[DecodeWeight],
     vs: list[DecodeWeight],
@@ -71,7 +73,7 @@ def write_pairs(
     """outs[n] = (x . us[n]) . vs[n] + biases[n]; both cores have a part of x, then of the columns.
 
     Args:
-        outs: [M, N] of each pair.
+        outs: [M, N] of each pair, with the methods of `outputs.ToHbm`.
         chunks: this core's part of x.
         us: [K, r] of each pair.
         vs: [r, N].
@@ -98,7 +100,7 @@ def write_pairs(
 
 
 def write_dense(
-    outs: list[ToHbm | Kept],
+    outs: list[Any],
     sides: list[list[KChunk]],
     weights: list[DecodeWeight],
     biases: list[NkiTensor | None],
@@ -108,7 +110,7 @@ def write_dense(
     """outs[n] = sides[n] . weights[n] + biases[n]; both cores have all of x, and share columns.
 
     Args:
-        outs: [M, N] of each weight.
+        outs: [M, N] of each weight, as `write_pairs`.
         sides: chunks of each weight's x, or of the one that all of them have.
         weights: [K, N].
         biases: [N] or None.

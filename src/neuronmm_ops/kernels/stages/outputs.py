@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import KChunk
@@ -11,7 +13,7 @@ from neuronmm_ops.kernels.stages.stationary import (
     TurnedSums,
     contract_turned,
     rounded_output,
-    scaled,
+    rounded_turned,
     store_turned,
 )
 from neuronmm_ops.kernels.stages.sums import Sums
@@ -26,14 +28,22 @@ from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
 
 class ToHbm(nl.NKIObject):
-    """[M, N] in HBM, of which each core stores its columns."""
+    """[M, N] in HBM, of which each core stores its columns; other outputs have these methods.
 
-    def __init__(self, hbm: NkiTensor) -> None:
+    Args:
+        hbm: to which.
+        own: the core's columns; None: as `own_columns`.
+    """
+
+    def __init__(self, hbm: NkiTensor, own: Span | None = None) -> None:
         self.hbm = hbm
         self.tokens = hbm.shape[0]
+        self.own: Any = own
 
     def columns(self, ahead: int = 0) -> Span:
-        """This core's, as `own_columns`."""
+        """This core's."""
+        if not is_none(self.own):
+            return self.own
         return own_columns(self.hbm.shape[1], ahead)
 
     def put(self, sums: Sums, last: bool) -> None:
@@ -56,9 +66,9 @@ class ToHbm(nl.NKIObject):
             store_turned(self.hbm, rounded_output(sums, tile, bias, self.hbm.dtype), tile)
 
 
-def each_to_hbm(parts: list[NkiTensor]) -> list[ToHbm | Kept]:
+def each_to_hbm(parts: list[NkiTensor]) -> list[ToHbm]:
     """Of each part [M, N] in HBM."""
-    found: list[ToHbm | Kept] = []
+    found: list[ToHbm] = []
     for hbm in parts:
         found.append(ToHbm(hbm))
     return found
@@ -115,11 +125,10 @@ class Kept(nl.NKIObject):
 
     def put_turned(self, sums: TurnedSums, bias: NkiTensor | None) -> None:
         """Keep sums of stationary weights."""
-        assert is_none(bias), "what is kept has no bias"
-        for i in range(len(sums.tiles)):
-            tile = sums.tiles[i]
+        assert is_none(bias), "a bias does not lie as strided tiles do"
+        for tile in sums.tiles:
             part_sb = nl.ndarray((tile.rows, tile.count, self.tokens), dtype=self.dtype)
-            scaled(part_sb, sums.psum(tile), sums.factors(tile), i)
+            rounded_turned(part_sb, sums, tile, None)
             self.parts_sb.append(part_sb)
 
     def of_cores(self) -> list[list[NkiTensor]]:
@@ -136,7 +145,7 @@ class Kept(nl.NKIObject):
 
 
 def write_block(
-    out: ToHbm | Kept,
+    out: Any,
     chunks: list[KChunk],
     w: DecodeWeight,
     bias: NkiTensor | None,
@@ -159,7 +168,7 @@ def write_block(
 
 
 def write_turned(
-    out: ToHbm | Kept,
+    out: Any,
     activations: list[Turned],
     w: DecodeWeight,
     bias: NkiTensor | None,

@@ -119,10 +119,20 @@ class TurnedSums(nl.NKIObject):
         """[rows, count, M] of a tile's sums, in PSUM, or those of both cores, in SBUF."""
         if len(self.sent_sb) == 0:
             return self.psum(tile)
-        mine = self.psum(tile) if self.started else self.like(self.sent_sb[0], tile)
+        mine = self.like(self.sent_sb[0], tile)
         sums_sb = nl.ndarray((tile.rows, tile.count, self.tokens), dtype=nl.float32)
         nisa.tensor_tensor(sums_sb, self.like(self.received_sb[0], tile), mine, nl.add)
         return sums_sb
+
+    def rounded(self) -> list[Turned]:
+        """The sums, over both cores where they have been sent, as the next product takes them."""
+        found: list[Turned] = []
+        for i in range(len(self.tiles)):
+            tile = self.tiles[i]
+            to_sb = nl.ndarray((tile.rows, tile.count, self.tokens), dtype=self.weight.dtype)
+            scaled(to_sb, self.summed(tile), self.factors(tile), i)
+            found.append(Turned(tile.start, to_sb))
+        return found
 
     def factors(self, tile: ColumnTile) -> NkiTensor | None:
         """A weight's scale as a tile's columns lie, [rows, count, M]; None where there is none."""
@@ -195,23 +205,40 @@ def project_turned(
 ) -> list[list[Turned]]:
     """For each weight [K, r] its product with the activations, over both cores.
 
-    `rank_block` columns of a weight are summed in a pass.
+    `rank_block` columns of a weight are summed in a pass. All sums are sent before any is added:
+    VectorE would wait for what the other core sends before it takes the next ones from PSUM.
     """
     found: list[list[Turned]] = []
+    sent: list[list[TurnedSums]] = []
     for w in weights:
         of_weight: list[Turned] = []
+        of_sent: list[TurnedSums] = []
         for columns in spans(0, w.hbm.shape[1], rank_block):
             sums = TurnedSums(w, turned_tiles(columns, M), M)
             contract_turned(activations, sums, tile_bytes, True, False)
             if nl.num_programs(0) > 1:
                 sums.send()
-            for i in range(len(sums.tiles)):
-                tile = sums.tiles[i]
-                to_sb = nl.ndarray((tile.rows, tile.count, M), dtype=w.dtype)
-                scaled(to_sb, sums.summed(tile), sums.factors(tile), i)
-                of_weight.append(Turned(tile.start, to_sb))
+                of_sent.append(sums)
+            else:
+                of_weight.extend(sums.rounded())
         found.append(of_weight)
+        sent.append(of_sent)
+    for n in range(len(weights)):
+        for sums in sent[n]:
+            found[n].extend(sums.rounded())
     return found
+
+
+def rounded_turned(
+    to_sb: NkiTensor, sums: TurnedSums, tile: ColumnTile, bias: NkiTensor | None
+) -> None:
+    """Take a tile of sums to SBUF [rows, count, M], times their factors and plus a bias [N]."""
+    if is_none(bias):
+        scaled(to_sb, sums.psum(tile), sums.factors(tile), 0)
+        return
+    wide_sb = nl.ndarray(to_sb.shape, dtype=nl.float32)
+    scaled(wide_sb, sums.psum(tile), sums.factors(tile), 0)
+    nisa.tensor_tensor(to_sb, wide_sb, spread(turned_row(bias, tile), sums.tokens), nl.add)
 
 
 def rounded_output(
