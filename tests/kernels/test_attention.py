@@ -186,6 +186,10 @@ def test_tokens_decoded_in_a_loop_are_those_of_prefill(dtype):
     [
         ({"qkv": (9, 512)}, "at most 8 new tokens, and T, pass a cache together; got 9"),
         ({"qkv": (3, 512), "k": (1, 2, 64, 2)}, "at most 8 new tokens, and T"),
+        (
+            {"qkv": (3, 512), "k": (2, 2, 64, 8), "positions": (2,), "v": (2, 2, 8, 64)},
+            r"qkv must be \(2, 512\), got \(3, 512\)",
+        ),
         ({"cos": (2, 64)}, r"cos must be \(1, 64\), got \(2, 64\)"),
         ({"v": (1, 2, 64, 8)}, r"v_cache must be \(1, 2, 8, 64\)"),
         ({"positions": (2,)}, r"positions must be \(1,\), got \(2,\)"),

@@ -203,6 +203,11 @@ def test_values_of_stationary_weights(heads, positions, launch, tp):
     check_layer(launch, torch.bfloat16, **layer, schedules=launch[1] - 1, stationary=True)
 
 
+def test_two_cores_share_the_tokens_of_transposed_heads():
+    layer = {"heads": (4, 1, 64), "H": 256, "positions": (8200,), "T": 8320, "schedules": 2}
+    check_layer(("trn2", 2), torch.bfloat16, **layer, stationary=True)
+
+
 def test_transposed_heads_need_no_dma():
     layer = {"heads": (8, 2, 64), "H": 256, "ranks": (0, 0, 0), "inner": 256}
     done = [

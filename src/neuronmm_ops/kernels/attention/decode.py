@@ -165,7 +165,7 @@ def attention_decode(
     B, kv, d, T = k_cache.shape
     M = qkv.shape[0] // B
     shape = Shape(B, qkv.shape[1] // d - 2 * kv, kv, d, T, M)
-    check_operands(shape, qkv.shape[1], cos, v_cache, positions)
+    check_operands(shape, qkv.shape, cos, v_cache, positions)
     assert is_none(q_weight) == is_none(k_weight), "give both weights of norms, or none"
     out_hbm = nl.ndarray((B * M, shape.heads * d), dtype=qkv.dtype, buffer=nl.shared_hbm)
     norms: list[HeadNorm] = []
@@ -248,12 +248,16 @@ def new_tokens(heads: RowHeads | TurnedHeads, units: list[Unit], first: int) -> 
 
 
 def check_operands(
-    shape: Shape, width: int, cos: NkiTensor, v_cache: NkiTensor, positions: NkiTensor
+    shape: Shape,
+    qkv: tuple[int, ...],
+    cos: NkiTensor,
+    v_cache: NkiTensor,
+    positions: NkiTensor,
 ) -> None:
     """Check what the sizes of the key cache ask of the others."""
     rows = shape.batch * shape.new
-    size = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    assert width == size, f"query, key and value have {size} features, got {width}"
+    wanted = (rows, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)
+    assert qkv == wanted, f"qkv must be {wanted}, got {qkv}"
     wanted = (rows, shape.head_dim)
     assert cos.shape == wanted, f"cos must be {wanted}, got {cos.shape}"
     wanted = (shape.batch, shape.kv_heads, shape.tokens, shape.head_dim)

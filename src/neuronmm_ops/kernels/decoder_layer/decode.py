@@ -136,8 +136,8 @@ class Decoding(nl.NKIObject):
         tokens, dtype = before.tokens, before.dtype
         B, kv, d, T = layer.k_cache.shape
         shape = Shape(B, qkv.out_features // d - 2 * kv, kv, d, T, tokens // B)
-        width = qkv.out_features
-        check_operands(shape, width, self.rotary[0], layer.v_cache, self.positions_hbm)
+        size = (tokens, qkv.out_features)
+        check_operands(shape, size, self.rotary[0], layer.v_cache, self.positions_hbm)
         heads = self.heads(layer, before, shape)
         keeps = len(self.ranges) > 0
         stream: list[NkiTensor] = []
