@@ -1,5 +1,7 @@
 """`neuronmm generate --backend simulated`: the CPU's tokens, and a modelled time of one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from outcomes import refused
@@ -8,10 +10,13 @@ from tiny import tiny_model, tiny_tokenizer
 
 import neuronmm_ops as nm
 from neuronmm_ops import SVDConfig, hf
+from neuronmm_ops.estimate.one_launch import others_of
 from neuronmm_ops.hf import simulated as simulated_text
+from neuronmm_ops.kernels.decoder_layer.operands import operands
+from neuronmm_ops.models import shape_from_config
 from neuronmm_ops.ops.backends import simulated
 from neuronmm_ops.plan import plan_op
-from neuronmm_ops.plan.launches import planned_kernels
+from neuronmm_ops.plan.launches import planned_kernels, shapes_of
 from neuronmm_ops.plan.rms_norm import plan_rms_norm
 
 SIMULATED = ("--backend", "simulated", "--new-tokens", 6)
@@ -47,9 +52,18 @@ def test_the_time_is_that_of_all_launches(dense):
     norm = plan_rms_norm(1, H, residual=True, dtype="float32").profile("trn2").time_ms
     plan = plan_op("lm_head", 1, ((H, V),), "float32")
     head = planned_kernels(plan)[0].profile("trn2").time_ms
-    layer, layers = [found.times_us[0] - 1e3 * (norm + head) for found in (one, both)]
-    assert layer > 10
-    assert layers == pytest.approx(2 * layer, rel=0.05)
+    T = len(tokenizer("The quick").input_ids) + 3
+    shape = shape_from_config(dense / "config.json")
+    others = others_of(shape, 1, T)[1:]  # the stream is in one piece at first
+    matrices = tuple(shape.projections.values())
+    plan = plan_op("decoder_layer", 1, matrices, "float32", others=others)
+    for count, found in ((1, one), (2, both)):
+        launch = replace(
+            planned_kernels(plan)[0], operands=shapes_of(operands(plan.problem, count))
+        )
+        of_layers = launch.profile("trn2").time_ms
+        assert 1e3 * of_layers > 10 * count
+        assert found.times_us[0] == pytest.approx(1e3 * (norm + head + of_layers), rel=1e-6)
     assert one.launches == both.launches
     assert not any("forward" in vars(module) for module in model.modules())
 
