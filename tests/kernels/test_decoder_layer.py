@@ -219,6 +219,29 @@ def test_transposed_heads_need_no_dma():
     assert turned.time_ms < rows.time_ms
 
 
+@pytest.mark.parametrize(
+    ("heads", "positions"),
+    [
+        ((24, 8, 128), (70,)),
+        ((4, 2, 128), (90, 3)),
+        ((8, 4, 64), (3, 90)),
+        ((2, 1, 128), (70, 5)),
+        ((12, 4, 96), (5,)),
+    ],
+)
+@pytest.mark.parametrize(("ranks", "storage"), [((16, 24, 40), ""), ((0, 0, 0), "fp8")])
+@pytest.mark.parametrize("launch", [("trn1", 1), ("trn2", 2)])
+def test_attention_stays_on_chip(heads, positions, ranks, storage, launch):
+    layer = {"heads": heads, "positions": positions, "ranks": ranks, "storage": storage}
+    check_layer(launch, torch.bfloat16, **layer, schedules=launch[1] - 1)
+
+
+def test_layers_of_transposed_heads_have_no_barrier():
+    layer = {"heads": (16, 4, 64), "H": 256, "ranks": (128, 128, 128), "inner": 256}
+    done, _, _ = check_layer(("trn2", 2), torch.bfloat16, **layer, stationary=True)
+    assert "core_barrier" not in done.profile.opcodes
+
+
 def test_sums_of_few_columns_are_exchanged_at_once():
     """Four column groups in one DMA: those of query, key, value, output, gate, up and down."""
     done, _, _ = check_layer(("trn2", 2), torch.float32, ranks=(512, 512, 512))

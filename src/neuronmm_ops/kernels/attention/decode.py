@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.attention.heads import HeadNorm, NewTokens, Rotation, RowHeads
 from neuronmm_ops.kernels.attention.mixture import Rescaling
+from neuronmm_ops.kernels.attention.outputs import HeadsKept, HeadsToHbm
 from neuronmm_ops.kernels.attention.parts import UnitOutput, meet
 from neuronmm_ops.kernels.attention.scores import Scores
 from neuronmm_ops.kernels.attention.turned import TurnedHeads
@@ -174,12 +175,12 @@ def attention_decode(
     rotation = Rotation(cos, sin, min(PARTITIONS, shape.heads + kv), norms)
     load_table()
     heads = RowHeads(qkv, shape, rotation)
-    attend(out_hbm, heads, k_cache, v_cache, Positions(positions), shape, window)
+    attend(HeadsToHbm(out_hbm), heads, k_cache, v_cache, Positions(positions), shape, window)
     return out_hbm, k_cache, v_cache
 
 
 def attend(
-    out_hbm: NkiTensor,
+    out: HeadsToHbm | HeadsKept,
     heads: RowHeads | TurnedHeads,
     k_cache: NkiTensor,
     v_cache: NkiTensor,
@@ -211,7 +212,7 @@ def attend(
         caches = Caches(k_cache, v_cache, units[u], reach)
         blocks = cache_blocks(tokens, made[u].groups, 0 if tokens.start > 0 else shape.new)
         parts = parts_of(blocks, SCORES)
-        output = UnitOutput(made[u], out_hbm, caches.values, len(parts), is_shared)
+        output = UnitOutput(made[u], out, caches.values, len(parts), is_shared)
         for part in parts:
             scores = Scores(made[u], caches.keys, part)
             for cache_block in part:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.attention.heads import NewTokens
 from neuronmm_ops.kernels.attention.mixture import Mixture, Rescaling
+from neuronmm_ops.kernels.attention.outputs import HeadsKept, HeadsToHbm
 from neuronmm_ops.kernels.attention.scores import Scores
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 
@@ -16,35 +17,34 @@ class UnitOutput(nl.NKIObject):
 
     Args:
         new: tokens of the unit.
-        out_hbm: [batch * new, heads * head_dim].
+        out: where it goes.
         values: of the cache, [n, T, head_dim].
         parts: of the tokens that this core has.
         is_shared: whether the other core has as many tokens as this one.
     """
 
     def __init__(
-        self, new: NewTokens, out_hbm: NkiTensor, values: NkiTensor, parts: int, is_shared: bool
+        self,
+        new: NewTokens,
+        out: HeadsToHbm | HeadsKept,
+        values: NkiTensor,
+        parts: int,
+        is_shared: bool,
     ) -> None:
         self.new = new
         self.values = values
-        first, M = new.unit.keys.start * new.shape.group * new.head_dim, new.shape.new
-        heads = new.keys * new.shape.group
-        columns = nl.ds(first, heads * new.head_dim)
-        rows_hbm = out_hbm[nl.ds(new.unit.sequence * M, M), columns]
-        rows_hbm = rows_hbm.reshape_dim(1, (heads, new.head_dim))
-        rows_hbm = rows_hbm.reshape_dim(1, (new.keys, new.shape.group))
-        self.heads_hbm = rows_hbm.permute((1, 0, 2, 3))
+        self.out = out
         self.parts = parts
         self.is_shared = is_shared
         self.parts_sb: list[NkiTensor] = []
 
     def add(self, scores: Scores, sums: Rescaling) -> None:
-        """Add a part, of which the scores are known; store the output with the last one."""
+        """Add a part, of which the scores are known; with the last one the output is made."""
         mixture = Mixture(self.new, self.values, scores)
         mixture.run(sums)
         d, queries = self.new.head_dim, self.new.queries
         if self.parts == 1 and not self.is_shared:
-            self.store(mixture.join(sums), mixture.inverse_sb)
+            self.put(mixture.join(sums), mixture.inverse_sb)
             return
         part_sb = nl.ndarray((queries, d + 2), dtype=nl.float32)
         nisa.tensor_copy(part_sb[:, 0:d], mixture.join(sums))
@@ -62,13 +62,13 @@ class UnitOutput(nl.NKIObject):
                 return
         inverse_sb = nl.ndarray((queries, 1), dtype=nl.float32)
         nisa.reciprocal(inverse_sb, whole_sb[:, d : d + 1])
-        self.store(whole_sb[:, 0:d], inverse_sb)
+        self.put(whole_sb[:, 0:d], inverse_sb)
 
-    def store(self, sums: NkiTensor, inverse_sb: NkiTensor) -> None:
-        """Store sums [queries, head_dim] times what is 1 / the sum of probabilities."""
-        out_sb = nl.ndarray(sums.shape, dtype=self.heads_hbm.dtype)
+    def put(self, sums: NkiTensor, inverse_sb: NkiTensor) -> None:
+        """Put out sums [queries, head_dim] times what is 1 / the sum of probabilities."""
+        out_sb = nl.ndarray(sums.shape, dtype=self.out.dtype)
         nisa.tensor_scalar(out_sb, sums, nl.multiply, inverse_sb)
-        nisa.dma_copy(self.heads_hbm, out_sb, dge_mode=nisa.dge_mode.none)
+        self.out.put(self.new, out_sb)
 
 
 def joined(parts: list[NkiTensor]) -> NkiTensor:

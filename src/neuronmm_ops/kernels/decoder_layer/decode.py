@@ -6,6 +6,7 @@ from typing import Any
 
 from neuronmm_ops.kernels.attention.decode import attend, check_operands, load_table
 from neuronmm_ops.kernels.attention.heads import HeadNorm, Rotation, RowHeads
+from neuronmm_ops.kernels.attention.outputs import HeadsKept, HeadsToHbm, Spreads, may_keep
 from neuronmm_ops.kernels.attention.turned import TurnedHeads, TurnedRotation, may_turn
 from neuronmm_ops.kernels.attention.units import Shape
 from neuronmm_ops.kernels.attention.visible import Positions
@@ -15,6 +16,7 @@ from neuronmm_ops.kernels.decoder_layer.stage import Stage, StageKnobs, side_by_
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.mlp.decode import write_dense_mlp
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
+from neuronmm_ops.kernels.stages.chunks import Chunk
 from neuronmm_ops.kernels.stages.linears import MlpKnobs, write_dense
 from neuronmm_ops.kernels.stages.outputs import Kept, ToHbm, each_to_hbm
 from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, PARTITIONS, Span, core_span
@@ -96,6 +98,8 @@ class Decoding(nl.NKIObject):
         self.positions = Positions(positions)
         # for transposed heads, from the first layer on that has such
         self.rotations: list[TurnedRotation] = []
+        # for attention's output where it stays in SBUF, likewise
+        self.spreads: list[Spreads] = []
 
     def divide(self, tokens: int, H: int, stages: list[Stage]) -> None:
         """Keep the stream in SBUF, of equal ranges of cores, where ranks have no sums of it."""
@@ -145,12 +149,7 @@ class Decoding(nl.NKIObject):
             size = (tokens, qkv.features)
             stream.append(nl.ndarray(size, dtype=dtype, buffer=nl.private_hbm))
             before.store(stream[0])
-        mixed_hbm = nl.ndarray((tokens, shape.heads * d), dtype=dtype, buffer=nl.shared_hbm)
-        k_cache, v_cache = layer.k_cache, layer.v_cache
-        attend(mixed_hbm, heads, k_cache, v_cache, self.positions, shape, self.window)
-        load_function(self.activation)
-        meet(mixed_hbm)
-        mixed = output.chunks(mixed_hbm)
+        mixed = self.mixed(layer, heads, shape)
         if keeps:
             kept = self.keep(before)
             output.write([kept], mixed, [None])
@@ -159,6 +158,26 @@ class Decoding(nl.NKIObject):
         added_hbm = nl.ndarray(added, dtype=dtype, buffer=nl.shared_hbm)
         output.write([ToHbm(added_hbm)], mixed, [None])
         return Between(self.whole(output, added_hbm), stream[0])
+
+    def mixed(self, layer: Layer, heads: RowHeads | TurnedHeads, shape: Shape) -> list[Chunk]:
+        """Attention's output as the output projection contracts it: by way of HBM if need be."""
+        output, k_cache, v_cache = layer.output, layer.k_cache, layer.v_cache
+        K = shape.heads * shape.head_dim
+        own = output.ranges(K)[output.own()]
+        if may_keep(shape, own):
+            if len(self.spreads) == 0:
+                self.spreads.append(Spreads(heads.dtype, shape.head_dim))
+            kept = HeadsKept(shape, own, output.lanes(shape.batch), self.spreads[0])
+            attend(kept, heads, k_cache, v_cache, self.positions, shape, self.window)
+            load_function(self.activation)
+            return [kept.finish()]
+        size = (shape.batch * shape.new, K)
+        mixed_hbm = nl.ndarray(size, dtype=heads.dtype, buffer=nl.shared_hbm)
+        out = HeadsToHbm(mixed_hbm)
+        attend(out, heads, k_cache, v_cache, self.positions, shape, self.window)
+        load_function(self.activation)
+        meet(mixed_hbm)
+        return output.chunks(mixed_hbm)
 
     def heads(self, layer: Layer, stream: Residual, shape: Shape) -> RowHeads | TurnedHeads:
         """Query, key and value of a stream's norm: transposed as sums lie so, or rows in HBM."""
@@ -303,8 +322,9 @@ def decoder_layer_decode(
         attention's output, low-rank features and act(gate) * up are rounded to the dtype of x.
         The norms are computed by every core, in the layout that TensorE takes. Without ranks the
         stream stays in SBUF, and cores exchange what a half of a layer adds to it; with ranks, or
-        more tokens than PSUM holds sums of, it passes through HBM. So do values, attention's output
-        and, but for heads of 64 or 128 features made by stationary weights, queries and keys.
+        more tokens than PSUM holds sums of, it passes through HBM. So do values; queries and keys,
+        but for heads of 64 or 128 features made by stationary weights; and attention's output,
+        but for one new token a sequence, where a core contracts what it has made.
 
     Pseudocode:
         for each layer:

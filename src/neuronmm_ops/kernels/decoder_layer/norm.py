@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, ncc, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import KChunk
+from neuronmm_ops.kernels.stages.chunks import Chunk, TransposedChunk
 from neuronmm_ops.kernels.stages.outputs import Kept
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, KPart, Span, chunk_parts
 
@@ -62,11 +62,9 @@ class Residual(nl.NKIObject):
             found.parts_sb.append(parts_sb)
         return found
 
-    def chunk(self, number: int, lanes: int) -> KChunk:
-        """The K chunk of a range, to which transposes have yet to be added."""
-        s = self.ranges[number]
-        own_hbm, rows = self.hbm[:, nl.ds(s.start, s.size)], self.group
-        return KChunk(s.start, own_hbm, False, 0, self.dtype, None, lanes, scaled_rows=rows)
+    def chunk(self, number: int, lanes: int) -> TransposedChunk:
+        """The K chunk of a range, to which parts have yet to be added."""
+        return TransposedChunk(self.ranges[number].start, self.parts[number], self.tokens, lanes)
 
     def loaded(self, hbm: NkiTensor, start: int, part: KPart) -> NkiTensor:
         """As `loaded`, of a stream."""
@@ -90,10 +88,10 @@ class Residual(nl.NKIObject):
 
     def normed(
         self, weight_hbm: NkiTensor, eps: float, numbers: list[int], lanes: int
-    ) -> list[KChunk]:
+    ) -> list[Chunk]:
         """The features of ranges, over their root mean square and times a weight [H]."""
         inverse_sb = self.inverse(eps)
-        found: list[KChunk] = []
+        found: list[Chunk] = []
         for number in numbers:
             chunk = self.chunk(number, lanes)
             for i in range(len(chunk.parts)):
@@ -103,7 +101,7 @@ class Residual(nl.NKIObject):
             found.append(chunk)
         return found
 
-    def weighted(self, weight_hbm: NkiTensor, lanes: int) -> KChunk:
+    def weighted(self, weight_hbm: NkiTensor, lanes: int) -> TransposedChunk:
         """The features times a weight [H], of one range: a rank's, before its norm is known."""
         chunk = self.chunk(0, lanes)
         for i in range(len(chunk.parts)):
@@ -161,7 +159,11 @@ def root_of(squares_hbm: NkiTensor, eps: float) -> NkiTensor:
 
 
 def add_normed(
-    chunk: KChunk, part: KPart, part_sb: NkiTensor, inverse_sb: NkiTensor, weight_sb: NkiTensor
+    chunk: TransposedChunk,
+    part: KPart,
+    part_sb: NkiTensor,
+    inverse_sb: NkiTensor,
+    weight_sb: NkiTensor,
 ) -> None:
     """Add a part [rows, M, tiles], times 1 / its root mean square and a weight, to its chunk."""
     M = chunk.tokens
@@ -177,13 +179,12 @@ def of_tokens(inverse_sb: NkiTensor, part: KPart) -> NkiTensor:
 
 def turned_chunk(
     hbm: NkiTensor, own: Span, lanes: int, group: int, inverse_sb: NkiTensor | None = None
-) -> KChunk:
+) -> TransposedChunk:
     """Features of [M, K] in HBM, for a few tokens: a K chunk that TensorE need not transpose.
 
     Each token's times its `inverse_sb` [128, M].
     """
-    own_hbm = hbm[:, nl.ds(own.start, own.size)]
-    chunk = KChunk(own.start, own_hbm, False, 0, hbm.dtype, None, lanes, scaled_rows=group)
+    chunk = TransposedChunk(own.start, chunk_parts(own.size, group), hbm.shape[0], lanes)
     for part in chunk.parts:
         part_sb = loaded(hbm, own.start, part)
         scale = None if is_none(inverse_sb) else of_tokens(inverse_sb, part)
@@ -191,19 +192,15 @@ def turned_chunk(
     return chunk
 
 
-def add_scaled(chunk: KChunk, part: KPart, part_sb: NkiTensor, scale: NkiTensor | None) -> None:
+def add_scaled(
+    chunk: TransposedChunk, part: KPart, part_sb: NkiTensor, scale: NkiTensor | None
+) -> None:
     """Add the transposes of a part [rows, M, tiles] to its chunk, times a scale of that shape."""
-    M = chunk.tokens
-    to_sb = nl.ndarray((part.rows, part.tiles, chunk.lanes), dtype=part_sb.dtype)
-    if chunk.lanes > M:
-        nisa.memset(to_sb[:, 0, :], 0.0, engine=nisa.gpsimd_engine)
-    tokens_sb = to_sb[:, :, 0:M].permute((0, 2, 1))
+    tokens_sb = chunk.add(part, part_sb.dtype).permute((0, 2, 1))
     if is_none(scale):
         nisa.tensor_copy(tokens_sb, part_sb)
     else:
         nisa.tensor_tensor(tokens_sb, part_sb, scale, nl.multiply)
-    chunk.transposed_sb.append(to_sb)
-    chunk.made_transposed = True
 
 
 def place(hbm: NkiTensor, start: int, part: KPart) -> NkiTensor:

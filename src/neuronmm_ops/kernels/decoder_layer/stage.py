@@ -8,7 +8,7 @@ from neuronmm_ops.kernels.decoder_layer.norm import Residual, root_of, turned_ch
 from neuronmm_ops.kernels.decoder_layer.ranks import TensorParallel
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nl
-from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
+from neuronmm_ops.kernels.stages.chunks import Chunk, chunks_of
 from neuronmm_ops.kernels.stages.linears import LinearKnobs, write_dense, write_pairs
 from neuronmm_ops.kernels.stages.outputs import each_to_hbm
 from neuronmm_ops.kernels.stages.tiling import Span, core_span
@@ -111,14 +111,14 @@ class Stage(nl.NKIObject):
         """The number of this core's range."""
         return nl.program_id(0) if self.by_cores else 0
 
-    def normed(self, stream: Residual, weight_hbm: NkiTensor, eps: float) -> list[KChunk]:
+    def normed(self, stream: Residual, weight_hbm: NkiTensor, eps: float) -> list[Chunk]:
         """What this core contracts: its range of the stream, or all, its own first."""
         numbers = [nl.program_id(0) if len(stream.ranges) > 1 else 0]
         if not self.by_cores and len(stream.ranges) > 1:
             numbers.append(1 - nl.program_id(0))
         return stream.normed(weight_hbm, eps, numbers, self.lanes(stream.tokens))
 
-    def low(self, chunks: list[KChunk], us: list[DecodeWeight]) -> NkiTensor:
+    def low(self, chunks: list[Chunk], us: list[DecodeWeight]) -> NkiTensor:
         """Products with u side by side, which cores share the columns of: [M, r] in HBM."""
         size = 0
         for w in us:
@@ -130,7 +130,7 @@ class Stage(nl.NKIObject):
 
     def normed_sides(
         self, stream: Residual, weight_hbm: NkiTensor, eps: float, count: int
-    ) -> list[list[KChunk]]:
+    ) -> list[list[Chunk]]:
         """What each of the first weights of `vs` contracts of a stream's norm.
 
         Where ranks have parts of the stream: the norm is a factor of each token, which may follow
@@ -142,12 +142,12 @@ class Stage(nl.NKIObject):
         low_hbm = self.low([stream.weighted(weight_hbm, self.lanes(stream.tokens))], us)
         sums = self.ranks.summed([low_hbm, stream.squares(self.ranks.count)])
         inverse_sb = root_of(sums[1], eps)
-        found: list[list[KChunk]] = []
+        found: list[list[Chunk]] = []
         for each in side_by_side(sums[0], us):
             found.append(self.chunks(each, inverse_sb))
         return found
 
-    def sides(self, chunks: list[KChunk], count: int) -> list[list[KChunk]]:
+    def sides(self, chunks: list[Chunk], count: int) -> list[list[Chunk]]:
         """What each of the first weights of `vs` contracts, for cores that share columns."""
         us: list[DecodeWeight] = []
         for n in range(count):
@@ -156,7 +156,7 @@ class Stage(nl.NKIObject):
         low: list[NkiTensor] = []
         if len(us) > 0:
             low = side_by_side(self.ranks.summed([self.low(chunks, us)])[0], us)
-        found: list[list[KChunk]] = []
+        found: list[list[Chunk]] = []
         seen = 0
         for n in range(count):
             if self.is_pair[n]:
@@ -166,7 +166,7 @@ class Stage(nl.NKIObject):
                 found.append(chunks)
         return found
 
-    def chunks(self, hbm: NkiTensor, inverse_sb: NkiTensor | None = None) -> list[KChunk]:
+    def chunks(self, hbm: NkiTensor, inverse_sb: NkiTensor | None = None) -> list[Chunk]:
         """This core's part of [M, K] in HBM; each token's times its `inverse_sb` [128, M]."""
         M, K = hbm.shape
         lanes, own = self.lanes(M), self.ranges(K)[self.own()]
@@ -189,7 +189,7 @@ class Stage(nl.NKIObject):
         sides = self.normed_sides(stream, weight_hbm, eps, len(self.vs))
         write_dense(outs, sides, self.vs, biases, self.knobs.linear)
 
-    def write(self, outs: list[Any], chunks: list[KChunk], biases: list[NkiTensor | None]) -> None:
+    def write(self, outs: list[Any], chunks: list[Chunk], biases: list[NkiTensor | None]) -> None:
         """Write the product [M, N] of each Linear to its output, as `write_pairs`."""
         if self.by_cores:
             write_pairs(outs, chunks, self.us, self.vs, biases, self.knobs.linear)

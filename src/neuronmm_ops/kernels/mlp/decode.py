@@ -5,7 +5,7 @@ from __future__ import annotations
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.mlp.prefill import check_matrices
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
+from neuronmm_ops.kernels.stages.chunks import Chunk, chunks_of
 from neuronmm_ops.kernels.stages.decode import ahead, own
 from neuronmm_ops.kernels.stages.linears import LinearKnobs, MlpKnobs
 from neuronmm_ops.kernels.stages.outputs import Kept, ToHbm, write_block, write_turned
@@ -113,7 +113,7 @@ def mlp_decode(
 
 
 def write_dense_mlp(
-    out: ToHbm | Kept, sides: list[list[KChunk]], weights: list[DecodeWeight], knobs: MlpKnobs
+    out: ToHbm | Kept, sides: list[list[Chunk]], weights: list[DecodeWeight], knobs: MlpKnobs
 ) -> None:
     """out = down(act(gate(x)) * up(x_up)); both cores have columns of I, then of the result.
 
@@ -141,7 +141,7 @@ def write_dense_mlp(
         h_hbm.append(nl.ndarray((M, I), dtype=h_dtype, buffer=nl.shared_hbm))
     elif knobs.spill:
         h_hbm.append(nl.ndarray((M, I), dtype=h_dtype, buffer=nl.private_hbm))
-    h_chunks: list[KChunk] = []
+    h_chunks: list[Chunk] = []
     inner = own(I, group)
     for columns in spans(inner.start, inner.size, knobs.inner_block):
         both_chunks = [sides[0], sides[len(sides) - 1]]

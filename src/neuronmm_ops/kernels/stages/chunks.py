@@ -7,6 +7,7 @@ from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.facts import facts, transposed_dtype
 from neuronmm_ops.kernels.stages.tiling import (
     PARTITIONS,
+    KPart,
     Span,
     chunk_parts,
     column_groups,
@@ -146,7 +147,6 @@ class KChunk(nl.NKIObject):
         self.parts = chunk_parts(self.size, scaled_rows)
         # [rows, tiles, lanes] of each part
         self.transposed_sb: list[NkiTensor] = []
-        self.made_transposed = False
 
     def transpose(self) -> None:
         """Fill `transposed_sb`, unless that is done."""
@@ -208,8 +208,6 @@ class KChunk(nl.NKIObject):
 
     def again(self) -> KChunk:
         """The same activations, not transposed: SBUF of their transposes can be freed."""
-        if self.made_transposed:
-            return self
         return KChunk(
             self.start,
             self.source,
@@ -224,6 +222,44 @@ class KChunk(nl.NKIObject):
         )
 
 
+class TransposedChunk(nl.NKIObject):
+    """A K chunk of activations that are made transposed.
+
+    Args:
+        start: of the rows of a weight that they are multiplied by.
+        parts: of those rows.
+        tokens: M.
+        lanes: as of `KChunk`.
+    """
+
+    def __init__(self, start: int, parts: list[KPart], tokens: int, lanes: int) -> None:
+        self.start = start
+        self.parts = parts
+        self.tokens = tokens
+        self.lanes = max(lanes, tokens)
+        # [rows, tiles, lanes] of each part
+        self.transposed_sb: list[NkiTensor] = []
+
+    def add(self, part: KPart, dtype: nl.DType) -> NkiTensor:
+        """Add the next part, [rows, tiles, M], which has yet to be written."""
+        to_sb = nl.ndarray((part.rows, part.tiles, self.lanes), dtype=dtype)
+        if self.lanes > self.tokens:
+            nisa.memset(to_sb[:, 0, :], 0.0, engine=nisa.gpsimd_engine)
+        self.transposed_sb.append(to_sb)
+        return to_sb[:, :, 0 : self.tokens]
+
+    def transpose(self) -> None:
+        """All are."""
+
+    def again(self) -> TransposedChunk:
+        """Itself: nothing is made again."""
+        return self
+
+
+Chunk = KChunk | TransposedChunk
+"""What a product contracts."""
+
+
 def chunks_of(
     x_hbm: NkiTensor,
     part: Span,
@@ -233,13 +269,13 @@ def chunks_of(
     scale: NkiTensor | None = None,
     lanes: int = 0,
     scaled_rows: int = 0,
-) -> list[KChunk]:
+) -> list[Chunk]:
     """Columns `part` of activations [M, K] in HBM as K chunks of `width`.
 
     `start` is the row of the weight that belongs to column 0. `dtype`, `scale`, `lanes` and
     `scaled_rows` are as in `KChunk`.
     """
-    found: list[KChunk] = []
+    found: list[Chunk] = []
     groups = column_groups(x_hbm.shape[0], facts().pe_tile)
     for s in spans(part.start, part.size, width):
         group = groups - 1 - len(found) % groups

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nl
-from neuronmm_ops.kernels.stages.chunks import KChunk
+from neuronmm_ops.kernels.stages.chunks import Chunk
 from neuronmm_ops.kernels.stages.sums import Product, Sums
 from neuronmm_ops.kernels.stages.tiling import Span, core_columns, core_span, spans
 from neuronmm_ops.kernels.stages.weights import DecodeWeight
@@ -34,7 +34,7 @@ def ahead(inner: int, group: int, each: int, rows: int) -> int:
 
 
 def contract(
-    chunks: list[KChunk],
+    chunks: list[Chunk],
     sums: list[Sums],
     tile_bytes: int,
     first: bool,
@@ -63,19 +63,19 @@ def contract(
 
 
 def project(
-    chunks: list[KChunk],
+    chunks: list[Chunk],
     weights: list[DecodeWeight],
     rank_block: int,
     fuse: bool,
     tile_bytes: int,
     M: int,
-) -> list[list[KChunk]]:
+) -> list[list[Chunk]]:
     """For each weight [K, r] the product of the K chunks and it, over both cores, as K chunks of r.
 
     `rank_block` columns of a weight are summed in a pass over the K chunks. `fuse`: there is one
     pass for all weights.
     """
-    found: list[list[KChunk]] = []
+    found: list[list[Chunk]] = []
     if fuse:
         sums: list[Sums] = []
         for w in weights:
@@ -86,7 +86,7 @@ def project(
             found.append(sums[i].chunks(tiles_sb[i]))
         return found
     for w in weights:
-        of_weight: list[KChunk] = []
+        of_weight: list[Chunk] = []
         for columns in spans(0, w.hbm.shape[1], rank_block):
             s = Sums(w, columns, M)
             contract(again(chunks), [s], tile_bytes, True, False, True)
@@ -95,9 +95,9 @@ def project(
     return found
 
 
-def again(chunks: list[KChunk]) -> list[KChunk]:
+def again(chunks: list[Chunk]) -> list[Chunk]:
     """The same K chunks, not transposed."""
-    found: list[KChunk] = []
+    found: list[Chunk] = []
     for chunk in chunks:
         found.append(chunk.again())
     return found

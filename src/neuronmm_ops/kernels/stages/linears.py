@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from neuronmm_ops.kernels.shim import NkiTensor, nl
-from neuronmm_ops.kernels.stages.chunks import KChunk
+from neuronmm_ops.kernels.stages.chunks import Chunk
 from neuronmm_ops.kernels.stages.decode import again, project
 from neuronmm_ops.kernels.stages.outputs import write_block, write_turned
 from neuronmm_ops.kernels.stages.stationary import Turned, project_turned, turned
@@ -64,7 +64,7 @@ class MlpKnobs(nl.NKIObject):
 
 def write_pairs(
     outs: list[Any],
-    chunks: list[KChunk],
+    chunks: list[Chunk],
     us: list[DecodeWeight],
     vs: list[DecodeWeight],
     biases: list[NkiTensor | None],
@@ -101,7 +101,7 @@ def write_pairs(
 
 def write_dense(
     outs: list[Any],
-    sides: list[list[KChunk]],
+    sides: list[list[Chunk]],
     weights: list[DecodeWeight],
     biases: list[NkiTensor | None],
     knobs: LinearKnobs,

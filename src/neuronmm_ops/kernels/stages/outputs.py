@@ -6,7 +6,7 @@ from typing import Any
 
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import KChunk
+from neuronmm_ops.kernels.stages.chunks import Chunk, KChunk
 from neuronmm_ops.kernels.stages.decode import contract, own_columns
 from neuronmm_ops.kernels.stages.stationary import (
     Turned,
@@ -146,7 +146,7 @@ class Kept(nl.NKIObject):
 
 def write_block(
     out: Any,
-    chunks: list[KChunk],
+    chunks: list[Chunk],
     w: DecodeWeight,
     bias: NkiTensor | None,
     columns: Span,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import KChunk, evict, itemsize
+from neuronmm_ops.kernels.stages.chunks import Chunk, evict, itemsize
 from neuronmm_ops.kernels.stages.facts import facts, transposed_dtype
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
@@ -175,7 +175,7 @@ def turned_row(row_hbm: NkiTensor, tile: ColumnTile) -> NkiTensor:
     return turned_sb
 
 
-def turned(chunks: list[KChunk]) -> list[Turned]:
+def turned(chunks: list[Chunk]) -> list[Turned]:
     """K chunks, transposed."""
     found: list[Turned] = []
     for chunk in chunks:

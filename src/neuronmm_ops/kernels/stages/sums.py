@@ -11,7 +11,7 @@ from typing import Any
 
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import KChunk, Stack, evict, itemsize
+from neuronmm_ops.kernels.stages.chunks import Chunk, KChunk, Stack, evict, itemsize
 from neuronmm_ops.kernels.stages.facts import facts
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
@@ -181,7 +181,7 @@ class Sums(nl.NKIObject):
 
     def add_chunk(
         self,
-        chunk: KChunk,
+        chunk: Chunk,
         tile_bytes: int,
         first: bool,
         last: bool,
@@ -336,9 +336,9 @@ class Sums(nl.NKIObject):
             nisa.tensor_tensor(self.like(tile_sb, part), received, mine, nl.add)
         return tile_sb
 
-    def chunks(self, tile_sb: NkiTensor) -> list[KChunk]:
+    def chunks(self, tile_sb: NkiTensor) -> list[Chunk]:
         """What is in a tile of `new_tile`, as K chunks of a contraction over these columns."""
-        found: list[KChunk] = []
+        found: list[Chunk] = []
         dtype, scale = self.weight.dtype, self.weight.scale
         stack: Stack | None = None
         for i in range(len(self.tiling.groups)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
-from neuronmm_ops.kernels.stages.chunks import KChunk, chunks_of
+from neuronmm_ops.kernels.stages.chunks import Chunk, chunks_of
 from neuronmm_ops.kernels.stages.decode import (
     ahead,
     contract,
@@ -139,7 +139,7 @@ def svd_mlp_decode(
 
 def write_gated(
     out: ToHbm | Kept,
-    x_chunks: list[KChunk],
+    x_chunks: list[Chunk],
     us: list[DecodeWeight],
     vs: list[DecodeWeight],
     knobs: MlpKnobs,
@@ -172,7 +172,7 @@ def write_gated(
         write_turned(out, d, vs[2], None, blocks, tile_bytes)
         return
     low = project(x_chunks, us[0:2], rank_block, linear.fuse, tile_bytes, M)
-    h_chunks: list[KChunk] = []
+    h_chunks: list[Chunk] = []
     spills = knobs.spill and inner.size > 0
     h_hbm: list[NkiTensor] = []
     if spills:
@@ -203,7 +203,7 @@ def write_gated(
 
 
 def gated(
-    low: list[list[KChunk]],
+    low: list[list[Chunk]],
     vs: list[DecodeWeight],
     columns: Span,
     M: int,
