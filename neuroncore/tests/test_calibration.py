@@ -158,22 +158,14 @@ def calibrated(name, left_out=()):
     return calibrate(measured(name, left_out), Path("times.json"))
 
 
-@pytest.mark.parametrize(
-    ("name", "left_out"),
-    [
-        *[(name, ()) for name in ("all more", "mixed", "shared queues")],
-        *[(name, SLOW) for name in ("slow short rows", "slow issue")],
-    ],
-)
-def test_hidden_constants_and_ends_are_found(name, left_out):
-    device, found = DEVICES[name], calibrated(name, left_out)
+@pytest.mark.parametrize("name", DEVICES)
+def test_hidden_constants_and_ends_are_found(name):
+    device, found = DEVICES[name], calibrated(name)
     assert found.launch_us == pytest.approx(LAUNCH_US, rel=CLOSE)
-    fitted = [each for each in found.constants if not (left_out and "throttle" in each.name)]
-    hidden = {each.name: device.constants[each.name] for each in fitted}
-    assert len(hidden) == len(device.constants) - 3 * bool(left_out)
-    assert {each.name: each.after for each in fitted} == pytest.approx(hidden, rel=CLOSE)
-    assert all(each.plus_minus <= CLOSE * each.after for each in fitted)
-    assert not any(each.reason for each in fitted)
+    after = {each.name: each.after for each in found.constants}
+    assert after == pytest.approx(device.constants, rel=CLOSE)
+    assert all(each.plus_minus <= CLOSE * each.after for each in found.constants)
+    assert not any(each.reason for each in found.constants)
     decided = {each.name: each.decided for each in found.uncertainties}
     right = {
         each.name: "otherwise" if each.name in device.ends else "assumed" for each in UNCERTAINTIES
