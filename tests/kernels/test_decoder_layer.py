@@ -13,6 +13,7 @@ from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 import neuroncore as nc
+from neuronmm_ops.kernels.decoder_layer import decode
 from neuronmm_ops.kernels.decoder_layer.decode import decoder_layer_decode
 from neuronmm_ops.storages import dequantized
 
@@ -220,20 +221,26 @@ def test_transposed_heads_need_no_dma():
 
 
 @pytest.mark.parametrize(
-    ("heads", "positions"),
+    ("launch", "heads", "positions", "ranks", "storage"),
     [
-        ((24, 8, 128), (70,)),
-        ((4, 2, 128), (90, 3)),
-        ((8, 4, 64), (3, 90)),
-        ((2, 1, 128), (70, 5)),
-        ((12, 4, 96), (5,)),
+        (("trn1", 1), (8, 4, 64), (3, 90), (16, 24, 40), ""),
+        (("trn1", 1), (8, 4, 64), (3, 90), (0, 0, 0), "fp8"),
+        (("trn2", 2), (16, 4, 64), (3, 90), (16, 24, 40), "fp8"),
+        (("trn2", 2), (16, 2, 128), (70,), (16, 24, 40), ""),
+        (("trn2", 1), (48, 12, 32), (5, 70), (16, 24, 40), ""),  # two parts, several units
+        (("trn2", 2), (96, 12, 16), (70, 5), (16, 24, 40), "int8"),
+        (("trn2", 1), (72, 9, 16), (70,), (0, 0, 0), ""),  # a part of 64 rows
+        (("trn2", 1), (16, 4, 64), (70, 5), (128, 128, 128), "int4"),
+        (("trn2", 2), (16, 4, 64), (70,), (128, 128, 128), "int4"),
     ],
 )
-@pytest.mark.parametrize(("ranks", "storage"), [((16, 24, 40), ""), ((0, 0, 0), "fp8")])
-@pytest.mark.parametrize("launch", [("trn1", 1), ("trn2", 2)])
-def test_attention_stays_on_chip(heads, positions, ranks, storage, launch):
-    layer = {"heads": heads, "positions": positions, "ranks": ranks, "storage": storage}
-    check_layer(launch, torch.bfloat16, **layer, schedules=launch[1] - 1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_stays_on_chip(monkeypatch, launch, dtype, heads, positions, ranks, storage):
+    monkeypatch.setattr(decode, "HeadsToHbm", None)  # the way through HBM
+    H = 512 if storage == "int4" else 192
+    layer = {"heads": heads, "positions": positions, "ranks": ranks, "storage": storage, "H": H}
+    inner = 384 if storage == "int4" else 320
+    check_layer(launch, dtype, inner=inner, **layer, schedules=launch[1] - 1)
 
 
 def test_layers_of_transposed_heads_have_no_barrier():
