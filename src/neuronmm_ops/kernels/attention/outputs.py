@@ -128,16 +128,14 @@ def tiles_of(parts: list[KPart]) -> int:
 
 def may_keep(shape: Shape, own: Span) -> bool:
     """Whether a core makes the features that it contracts, and can lay them out for that."""
-    d, each, parts = shape.head_dim, shape.group * shape.head_dim, chunk_parts(own.size, PARTITIONS)
-    keys, cores = Span(0, shape.kv_heads), nl.num_programs(0)
-    if cores > 1:
-        keys = halves(shape.kv_heads, shape.stacked, nl.program_id(0), cores)
+    d, cores = shape.head_dim, nl.num_programs(0)
+    keys, each = halves(shape.kv_heads, shape.stacked, nl.program_id(0), cores), shape.group * d
     is_made = own.start == keys.start * each and own.size == keys.size * each
-    if not is_made or shape.new > 1 or tiles_of(parts) * shape.batch > BANK_COLUMNS:
+    if not is_made or shape.new > 1 or (cores > 1 and shape.kv_heads == 1):
         return False
-    matmuls = 0
+    parts, matmuls = chunk_parts(own.size, PARTITIONS), 0
     for part in parts:
         if d % part.tiles > 0:
             return False
         matmuls += d // part.tiles
-    return matmuls <= MOST_SPREADS and (cores == 1 or shape.kv_heads > 1)
+    return matmuls <= MOST_SPREADS and tiles_of(parts) * shape.batch <= BANK_COLUMNS
