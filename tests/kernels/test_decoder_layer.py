@@ -243,6 +243,20 @@ def test_attention_stays_on_chip(monkeypatch, launch, dtype, heads, positions, r
     check_layer(launch, dtype, inner=inner, **layer, schedules=launch[1] - 1)
 
 
+@pytest.mark.parametrize(
+    ("heads", "positions"),
+    [((24, 8, 128), (70,)), ((4, 2, 128), (90, 3)), ((2, 1, 128), (70, 5)), ((12, 4, 96), (5,))],
+)
+@pytest.mark.parametrize(("ranks", "storage"), [((16, 24, 40), ""), ((0, 0, 0), "fp8")])
+@pytest.mark.parametrize("launch", [("trn1", 1), ("trn2", 2)])
+def test_attention_of_other_sizes_goes_through_hbm(
+    monkeypatch, launch, heads, positions, ranks, storage
+):
+    monkeypatch.setattr(decode, "HeadsKept", None)
+    layer = {"heads": heads, "positions": positions, "ranks": ranks, "storage": storage}
+    check_layer(launch, torch.bfloat16, **layer, schedules=launch[1] - 1)
+
+
 def test_layers_of_transposed_heads_have_no_barrier():
     layer = {"heads": (16, 4, 64), "H": 256, "ranks": (128, 128, 128), "inner": 256}
     done, _, _ = check_layer(("trn2", 2), torch.bfloat16, **layer, stationary=True)
