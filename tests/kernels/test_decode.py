@@ -222,9 +222,10 @@ def test_two_cores_share_columns(size, ahead):
 
 
 @given(st.integers(0, 60), st.integers(2, 9000), st.sampled_from((512, 4096, 16384)), st.booleans())
-def test_weight_tiles_follow_one_another(tiles, row_bytes, tile_bytes, first):
+def test_loads_follow_one_another(tiles, row_bytes, tile_bytes, first):
+    loads = tiling.Loads(tile_bytes)
     for last in (False, True):
-        found = tiling.weight_tiles(tiles, row_bytes, tile_bytes, first, last)
+        found = loads.tiles(tiles, row_bytes, first, last)
         starts = [0, *[s.start + s.size for s in found]]
         assert [s.start for s in found] == starts[:-1]
         assert starts[-1] == tiles
@@ -255,12 +256,30 @@ def test_engines_share_casts(columns, machine):
     st.sampled_from((1024, 3072)),
 )  # fmt: skip
 def test_last_loads_get_smaller(tiles, row_bytes, tile_bytes, least):
-    usual = tiling.weight_tiles(tiles, row_bytes, tile_bytes, False, False)
-    found = tiling.weight_tiles(tiles, row_bytes, tile_bytes, False, False, least)
+    loads = tiling.Loads(tile_bytes)
+    usual = loads.tiles(tiles, row_bytes, False, False)
+    found = loads.tiles(tiles, row_bytes, False, False, least)
     assert [s.start for s in found] == [sum([t.size for t in found[:n]]) for n in range(len(found))]
     assert sum([s.size for s in found]) == tiles
     assert len(found) <= len(usual) + 2
     assert all(s.size * row_bytes >= least for s in found[len(usual) :])
+
+
+@given(st.integers(0, 60), st.integers(2, 9000), st.sampled_from((512, 16384)), st.booleans())
+def test_only_the_ends_of_a_launch_have_short_loads(tiles, row_bytes, tile_bytes, opens):
+    """Of its first stage the last loads are as any, of its last the first."""
+
+    def cut(loads: tiling.Loads, first: bool, last: bool) -> list[tuple[int, int]]:
+        found = loads.tiles(tiles, row_bytes, first, last, 1024)
+        return [(s.start, s.size) for s in found]
+
+    alone, between = tiling.Loads(tile_bytes), tiling.Loads(tile_bytes, False, False)
+    usual = [(s.start, s.size) for s in alone.tiles(tiles, row_bytes, False, False)]
+    assert cut(between, True, True) == usual
+    end = tiling.Loads(tile_bytes, opens, not opens)
+    assert cut(end, not opens, opens) == usual
+    own = alone.tiles(tiles, row_bytes, opens, not opens)
+    assert cut(end, True, True) == [(s.start, s.size) for s in own]
 
 
 @pytest.mark.parametrize("M", [1, 32, 33, 64, 65, 128])

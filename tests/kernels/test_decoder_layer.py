@@ -1,5 +1,7 @@
 """A layer of a decoder in one launch: values against fp64, one core against two, the caches."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -261,6 +263,21 @@ def test_layers_of_transposed_heads_have_no_barrier():
     layer = {"heads": (16, 4, 64), "H": 256, "ranks": (128, 128, 128), "inner": 256}
     done, _, _ = check_layer(("trn2", 2), torch.bfloat16, **layer, stationary=True)
     assert "core_barrier" not in done.profile.opcodes
+
+
+def test_weights_come_in_short_loads_at_the_ends_of_a_launch_only():
+    layer = {"heads": (8, 2, 64), "H": 1024, "inner": 512, "ranks": (0, 0, 0)}
+    _, operands, options = check_layer(("trn2", 1), torch.bfloat16, **layer, stationary=True)
+    many = [each * 3 for each in operands[5:]]
+    done = nc.simulate(decoder_layer_decode, *operands[:5], *many, **options, mode="trace")
+    loads = Counter(
+        storages[template.hbm_operand].name
+        for template, storages, _, _ in done.profile.schedule.cores[0].trace.records
+        if template.dma
+    )
+    query, down = [[loads[f"matrices{14 * n + at}"] for n in range(3)] for at in (1, 13)]
+    assert query == [2, 1, 1]
+    assert down == [1, 1, 2]
 
 
 def test_sums_of_few_columns_are_exchanged_at_once():

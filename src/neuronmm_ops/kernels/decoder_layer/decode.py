@@ -342,9 +342,13 @@ def decoder_layer_decode(
     first: list[Stage] = []
     for n in range(layers):
         own, own_scales = part_of(matrices, n, layers), part_of(scales, n, layers)
-        qkv = Stage(own[0:6], own_scales[0:6], x.dtype, StageKnobs(qkv_knobs), ranks)
+        opening, closing = (
+            StageKnobs(qkv_knobs, n == 0),
+            StageKnobs(mlp_knobs, False, n + 1 == layers),
+        )
+        qkv = Stage(own[0:6], own_scales[0:6], x.dtype, opening, ranks)
         output = Stage(own[6:8], own_scales[6:8], x.dtype, StageKnobs(output_knobs), ranks)
-        mlp = Stage(own[8:14], own_scales[8:14], x.dtype, StageKnobs(mlp_knobs), ranks)
+        mlp = Stage(own[8:14], own_scales[8:14], x.dtype, closing, ranks)
         own_norms, own_caches = part_of(norms, n, layers), part_of(caches, n, layers)
         own_biases = part_of(biases, n, layers)
         every.append(Layer(own_norms, own_caches, own_biases, qkv, output, mlp))

@@ -25,16 +25,19 @@ TURNED = 8
 
 
 class StageKnobs(nl.NKIObject):
-    """Knobs of the Linears that read the same activations, from a tuple in the order of `KNOBS`."""
+    """Knobs of the Linears that read the same activations, from a tuple in the order of `KNOBS`.
 
-    def __init__(self, values: tuple[int, ...]) -> None:
+    The launch `opens` with them, or `ends`.
+    """
+
+    def __init__(self, values: tuple[int, ...], opens: bool = False, ends: bool = False) -> None:
         assert len(values) == len(KNOBS), f"{len(KNOBS)} knobs of a stage, got {len(values)}"
         self.k_chunk = values[0]
         self.dma_cast = values[1]
         self.inner_block = values[2]
         self.spill = values[3] > 0
         self.linear = LinearKnobs(
-            values[4], values[5] > 0, values[6], values[7], values[8], values[9] > 0
+            values[4], values[5] > 0, values[6], values[7], values[8], values[9] > 0, opens, ends
         )
         self.balance = values[10] > 0
 

@@ -13,6 +13,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     PARTITIONS,
     SEARCHED,
     GroupSpan,
+    Loads,
     Span,
     SumTiling,
     check_pair,
@@ -209,7 +210,7 @@ def lm_head_decode(
         sums = Sums(weight, blocks[i], M, OUTPUT_UNIT, last, stacked=True)
         if not is_none(weight.scale):
             sums.load_rows(None)
-        contract(chunks, [sums], tile_bytes, first, last)
+        contract(chunks, [sums], Loads(tile_bytes), first, last)
         for n in range(len(sums.parts)):
             greatest.see(sums, sums.parts[n], n)
     result_sb = greatest.result()

@@ -12,6 +12,7 @@ from neuronmm_ops.kernels.stages.outputs import Kept, ToHbm, write_block, write_
 from neuronmm_ops.kernels.stages.stationary import Turned, turned
 from neuronmm_ops.kernels.stages.tiling import (
     PARTITIONS,
+    Loads,
     Span,
     core_span,
     output_blocks,
@@ -130,8 +131,8 @@ def write_dense_mlp(
     if linear.stationary:
         both: list[list[Turned]] = [turned(sides[0])]
         both.append(both[0] if len(sides) == 1 else turned(sides[1]))
-        h = hidden_turned(both, weights, knobs.inner_block, M, activation, linear.tile_bytes)
-        write_turned(out, h, weights[2], None, blocks, linear.tile_bytes)
+        h = hidden_turned(both, weights, knobs.inner_block, M, activation, linear.loads)
+        write_turned(out, h, weights[2], None, blocks, linear.loads)
         return
     two = nl.num_programs(0) > 1
     up_scale = weights[1].scale
@@ -145,7 +146,7 @@ def write_dense_mlp(
     inner = own(I, group)
     for columns in spans(inner.start, inner.size, knobs.inner_block):
         both_chunks = [sides[0], sides[len(sides) - 1]]
-        up, h_sb = gated(both_chunks, weights, columns, M, activation, linear.tile_bytes)
+        up, h_sb = gated(both_chunks, weights, columns, M, activation, linear.loads)
         if len(h_hbm) > 0:
             up.store(h_hbm[0], 0, h_sb)
         if two or len(h_hbm) == 0:
@@ -158,8 +159,7 @@ def write_dense_mlp(
         h_chunks.extend(chunks_of(h_hbm[0], part, 0, width, dtype, up_scale, lanes, group))
     for i in range(len(blocks)):
         first, last = i == 0, i + 1 == len(blocks)
-        tile_bytes = linear.tile_bytes
-        write_block(out, h_chunks, weights[2], None, blocks[i], tile_bytes, first, last)
+        write_block(out, h_chunks, weights[2], None, blocks[i], linear.loads, first, last)
 
 
 def hidden_turned(
@@ -168,14 +168,14 @@ def hidden_turned(
     inner_block: int,
     M: int,
     activation: str,
-    tile_bytes: int,
+    loads: Loads,
 ) -> list[Turned]:
     """act(gate) * up, transposed; two cores exchange what they have made through HBM, [I, M]."""
     I = weights[0].hbm.shape[1]  # noqa: E741 - the shape letter
     inner = own(I)
     found: list[Turned] = []
     for columns in spans(inner.start, inner.size, inner_block):
-        found.extend(gated_turned(sides, weights, columns, M, activation, tile_bytes))
+        found.extend(gated_turned(sides, weights, columns, M, activation, loads))
     if nl.num_programs(0) == 1:
         return found
     h_hbm = nl.ndarray((I, M), dtype=weights[0].dtype, buffer=nl.shared_hbm)

@@ -12,7 +12,7 @@ from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nl
 from neuronmm_ops.kernels.stages.chunks import Chunk
 from neuronmm_ops.kernels.stages.sums import Product, Sums
-from neuronmm_ops.kernels.stages.tiling import Span, core_columns, core_span, spans
+from neuronmm_ops.kernels.stages.tiling import Loads, Span, core_columns, core_span, spans
 from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
 
@@ -36,15 +36,15 @@ def ahead(inner: int, group: int, each: int, rows: int) -> int:
 def contract(
     chunks: list[Chunk],
     sums: list[Sums],
-    tile_bytes: int,
+    loads: Loads,
     first: bool,
     last: bool,
     waited: bool = False,
 ) -> None:
     """Add all K chunks to all sums; each is transposed while the one before it is multiplied.
 
-    Weight tiles have `tile_bytes` a partition; the `first` and the `last` of all have fewer, and
-    those of the last chunk, if the next stage has `waited` for their weights of one byte only.
+    `loads` cuts the weights: the `first` and the `last` of all, and those of the last chunk, if
+    the next stage has `waited` for their weights of one byte only, into shorter ones.
     """
     if len(chunks) > 0:
         chunks[0].transpose()
@@ -57,7 +57,7 @@ def contract(
             if ends:
                 s.spread_rows()
             edges = first and i == 0, last and ends, waited and ends
-            s.add_chunk(chunks[i], tile_bytes, edges[0], edges[1], edges[2], later)
+            s.add_chunk(chunks[i], loads, edges[0], edges[1], edges[2], later)
     if len(later) > 0:
         later[len(later) - 1].run()
 
@@ -67,7 +67,7 @@ def project(
     weights: list[DecodeWeight],
     rank_block: int,
     fuse: bool,
-    tile_bytes: int,
+    loads: Loads,
     M: int,
 ) -> list[list[Chunk]]:
     """For each weight [K, r] the product of the K chunks and it, over both cores, as K chunks of r.
@@ -80,7 +80,7 @@ def project(
         sums: list[Sums] = []
         for w in weights:
             sums.append(Sums(w, Span(0, w.hbm.shape[1]), M))
-        contract(chunks, sums, tile_bytes, True, False)
+        contract(chunks, sums, loads, True, False)
         tiles_sb = of_both_cores(sums)
         for i in range(len(sums)):
             found.append(sums[i].chunks(tiles_sb[i]))
@@ -89,7 +89,7 @@ def project(
         of_weight: list[Chunk] = []
         for columns in spans(0, w.hbm.shape[1], rank_block):
             s = Sums(w, columns, M)
-            contract(again(chunks), [s], tile_bytes, True, False, True)
+            contract(again(chunks), [s], loads, True, False, True)
             of_weight.extend(s.chunks(of_both_cores([s])[0]))
         found.append(of_weight)
     return found

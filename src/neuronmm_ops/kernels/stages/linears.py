@@ -9,12 +9,12 @@ from neuronmm_ops.kernels.stages.chunks import Chunk
 from neuronmm_ops.kernels.stages.decode import again, project
 from neuronmm_ops.kernels.stages.outputs import write_block, write_turned
 from neuronmm_ops.kernels.stages.stationary import Turned, project_turned, turned
-from neuronmm_ops.kernels.stages.tiling import output_blocks
+from neuronmm_ops.kernels.stages.tiling import Loads, output_blocks
 from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
 
 class LinearKnobs(nl.NKIObject):
-    """How Linears are multiplied; the fields are knobs of the kernels of ops."""
+    """How Linears are multiplied, by knobs of the kernels of ops; `opens` and `ends` as `Loads`."""
 
     def __init__(
         self,
@@ -24,12 +24,14 @@ class LinearKnobs(nl.NKIObject):
         last_block: int,
         tile_bytes: int,
         stationary: bool,
+        opens: bool = True,
+        ends: bool = True,
     ) -> None:
         self.rank_block = rank_block
         self.fuse = fuse
         self.block = block
         self.last_block = last_block
-        self.tile_bytes = tile_bytes
+        self.loads = Loads(tile_bytes, opens, ends)
         self.stationary = stationary
 
 
@@ -81,22 +83,22 @@ def write_pairs(
         knobs: of all pairs.
     """
     M, count = outs[0].tokens, len(vs)
-    tile_bytes = knobs.tile_bytes
+    loads = knobs.loads
     if knobs.stationary:
-        turned_low = project_turned(turned(chunks), us, knobs.rank_block, tile_bytes, M)
+        turned_low = project_turned(turned(chunks), us, knobs.rank_block, loads, M)
         for n in range(count):
             ends = n + 1 == count
             blocks = output_blocks(outs[n].columns(), knobs.block, knobs.last_block if ends else 0)
             first, bias = n == 0, biases[n]
-            write_turned(outs[n], turned_low[n], vs[n], bias, blocks, tile_bytes, first, ends)
+            write_turned(outs[n], turned_low[n], vs[n], bias, blocks, loads, first, ends)
         return
-    low = project(chunks, us, knobs.rank_block, knobs.fuse, tile_bytes, M)
+    low = project(chunks, us, knobs.rank_block, knobs.fuse, loads, M)
     for n in range(count):
         ends = n + 1 == count
         blocks = output_blocks(outs[n].columns(), knobs.block, knobs.last_block if ends else 0)
         for j in range(len(blocks)):
             first, last = n + j == 0, ends and j + 1 == len(blocks)
-            write_block(outs[n], low[n], vs[n], biases[n], blocks[j], tile_bytes, first, last)
+            write_block(outs[n], low[n], vs[n], biases[n], blocks[j], loads, first, last)
 
 
 def write_dense(
@@ -125,11 +127,11 @@ def write_dense(
         w, out, bias = weights[n], outs[n], biases[n]
         ends, side = n + 1 == len(weights), min(n, len(sides) - 1)
         blocks = output_blocks(out.columns(), knobs.block, knobs.last_block if ends else 0)
-        tile_bytes = knobs.tile_bytes
+        loads = knobs.loads
         if knobs.stationary:
-            write_turned(out, sides_turned[side], w, bias, blocks, tile_bytes, n == 0, ends)
+            write_turned(out, sides_turned[side], w, bias, blocks, loads, n == 0, ends)
             continue
         for j in range(len(blocks)):
             first, last = n + j == 0, ends and j + 1 == len(blocks)
             x_chunks = sides[side] if resident else again(sides[side])
-            write_block(out, x_chunks, w, bias, blocks[j], tile_bytes, first, last)
+            write_block(out, x_chunks, w, bias, blocks[j], loads, first, last)

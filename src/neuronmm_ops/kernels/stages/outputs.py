@@ -20,6 +20,7 @@ from neuronmm_ops.kernels.stages.sums import Sums
 from neuronmm_ops.kernels.stages.tiling import (
     OUTPUT_UNIT,
     ColumnTile,
+    Loads,
     Span,
     chunk_parts,
     output_tiles,
@@ -150,20 +151,20 @@ def write_block(
     w: DecodeWeight,
     bias: NkiTensor | None,
     columns: Span,
-    tile_bytes: int,
+    loads: Loads,
     first: bool,
     last: bool,
 ) -> None:
     """out[:, columns] = chunks . w[:, columns] + bias; is it the `first` block, or the `last`?
 
-    The last weight tiles are small, so that little is left to do when the last byte has come.
+    The last loads are short, so that little is left to do when the last byte has come.
     """
     sums = Sums(w, columns, out.tokens, OUTPUT_UNIT, last)
     if not is_none(w.scale):
         sums.load_rows(bias)
     elif not is_none(bias):
         sums.add_bias(bias)
-    contract(chunks, [sums], tile_bytes, first, last)
+    contract(chunks, [sums], loads, first, last)
     out.put(sums, last)
 
 
@@ -173,18 +174,18 @@ def write_turned(
     w: DecodeWeight,
     bias: NkiTensor | None,
     blocks: list[Span],
-    tile_bytes: int,
+    loads: Loads,
     first: bool = True,
     last: bool = True,
 ) -> None:
     """out[:, blocks] = activations . w[:, blocks] + bias.
 
-    Weight tiles have `tile_bytes` a partition, and fewer at the start of the `first` weight with an
-    output and at the end of the `last`.
+    `loads` cuts the weights, shorter at the start of the `first` one with an output and at the end
+    of the `last`.
     """
     passes = out.tiles(blocks)
     for i in range(len(passes)):
         sums = TurnedSums(w, passes[i], out.tokens)
         ends = last and i + 1 == len(passes)
-        contract_turned(activations, sums, tile_bytes, first and i == 0, ends)
+        contract_turned(activations, sums, loads, first and i == 0, ends)
         out.put_turned(sums, bias)

@@ -15,11 +15,11 @@ from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     PARTITIONS,
     ColumnTile,
+    Loads,
     Span,
     spans,
     turned_tiles,
     waited_bytes,
-    weight_tiles,
 )
 from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
@@ -65,16 +65,14 @@ class TurnedSums(nl.NKIObject):
         bank_psum = self.banks_psum[tile.slot // per]
         return bank_psum[0 : tile.rows, nl.ds(tile.slot % per, tile.count), :]
 
-    def add(
-        self, turned: Turned, tile_bytes: int, first: bool, last: bool, stage_ends: bool
-    ) -> None:
-        """Stream the weight rows of activations in tiles of `weight_tiles`, and multiply them."""
+    def add(self, turned: Turned, loads: Loads, first: bool, last: bool, stage_ends: bool) -> None:
+        """Stream the weight rows of activations as `loads` cuts them, and multiply them."""
         rows, count, _ = turned.sb.shape
         rows_hbm = self.weight.hbm[nl.ds(turned.start, rows * count), :]
         rows_hbm = rows_hbm.reshape_dim(0, (rows, count))
         row_bytes = self.columns.size * itemsize(self.weight.hbm.dtype)
         least = waited_bytes(facts().slow_short_runs) if stage_ends else 0
-        for s in weight_tiles(count, row_bytes, tile_bytes, first, last, least):
+        for s in loads.tiles(count, row_bytes, first, last, least):
             by_dma = self.weight.cast_by_dma(self.seen, s.size)
             tile_hbm = rows_hbm[:, nl.ds(s.start, s.size), :]
             loaded = self.weight.loaded(tile_hbm, self.columns, by_dma)
@@ -188,19 +186,19 @@ def turned(chunks: list[Chunk]) -> list[Turned]:
 
 
 def contract_turned(
-    activations: list[Turned], sums: TurnedSums, tile_bytes: int, first: bool, last: bool
+    activations: list[Turned], sums: TurnedSums, loads: Loads, first: bool, last: bool
 ) -> None:
     """Add all activations to the sums; `first` and `last` as `write_turned`."""
     for i in range(len(activations)):
         ends = i + 1 == len(activations)
-        sums.add(activations[i], tile_bytes, first and i == 0, last and ends, ends and not last)
+        sums.add(activations[i], loads, first and i == 0, last and ends, ends and not last)
 
 
 def project_turned(
     activations: list[Turned],
     weights: list[DecodeWeight],
     rank_block: int,
-    tile_bytes: int,
+    loads: Loads,
     M: int,
 ) -> list[list[Turned]]:
     """For each weight [K, r] its product with the activations, over both cores.
@@ -215,7 +213,7 @@ def project_turned(
         of_sent: list[TurnedSums] = []
         for columns in spans(0, w.hbm.shape[1], rank_block):
             sums = TurnedSums(w, turned_tiles(columns, M), M)
-            contract_turned(activations, sums, tile_bytes, True, False)
+            contract_turned(activations, sums, loads, True, False)
             if nl.num_programs(0) > 1:
                 sums.send()
                 of_sent.append(sums)

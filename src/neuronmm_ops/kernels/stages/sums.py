@@ -18,6 +18,7 @@ from neuronmm_ops.kernels.stages.tiling import (
     PARTITIONS,
     SHUFFLED,
     GroupSpan,
+    Loads,
     Span,
     SumTiling,
     groups_in_store,
@@ -25,7 +26,6 @@ from neuronmm_ops.kernels.stages.tiling import (
     matmul_columns,
     spans,
     waited_bytes,
-    weight_tiles,
 )
 from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
@@ -182,13 +182,13 @@ class Sums(nl.NKIObject):
     def add_chunk(
         self,
         chunk: Chunk,
-        tile_bytes: int,
+        loads: Loads,
         first: bool,
         last: bool,
         stage_ends: bool,
         later: list[Product],
     ) -> None:
-        """Stream the weight rows of a K chunk in tiles of `weight_tiles`; `later` as `add_tile`."""
+        """Stream the weight rows of a K chunk as `loads` cuts them; `later` as `add_tile`."""
         row_bytes = self.columns.size * itemsize(self.weight.hbm.dtype)
         first = first and not self.stacked
         least = waited_bytes(facts().slow_short_runs) if stage_ends and self.stacked else 0
@@ -205,12 +205,12 @@ class Sums(nl.NKIObject):
                 scale_sb = self.weight.halves.scales_of(at, part, self.columns)
             cut = [Span(0, tiles)]
             if part.rows == PARTITIONS:
-                cut = weight_tiles(tiles, row_bytes, tile_bytes, first, ends, least)
+                cut = loads.tiles(tiles, row_bytes, first, ends, least)
             for s in cut:
                 tile_hbm = rows_hbm[:, nl.ds(s.start, s.size), :]
                 own = nl.ds(s.start * per, s.size * per)
                 stationary_sb = chunk.transposed_sb[n][:, own, :]
-                last_tile = ends and s.start + s.size == tiles
+                last_tile = ends and loads.ends and s.start + s.size == tiles
                 self.add_tile(tile_hbm, stationary_sb, last_tile, later, scale_sb)
 
     def add_tile(

@@ -199,10 +199,7 @@ def unit_tiles(size: int, unit: int) -> Span:
 SUM_BANKS = PSUM_BANKS - 2
 """PSUM banks for sums; the other two are for transposes."""
 EDGE_TILE_BYTES = 4096
-"""Bytes a partition of a stage's first and of the kernel's last weight tile, at most.
-
-TensorE starts on a tile when all of it has arrived.
-"""
+"""Bytes a partition of the first and of the last load of a launch's weights, at most."""
 ISSUED_COLUMNS = 32
 """Columns that TensorE streams at half its rate while it issues a matmul: 64 cycles.
 
@@ -263,28 +260,49 @@ def output_blocks(part: Span, block: int, last_block: int) -> list[Span]:
     return found
 
 
-def weight_tiles(
-    tiles: int, row_bytes: int, tile_bytes: int, first: bool, last: bool, least_bytes: int = 0
-) -> list[Span]:
-    """Cut `tiles` K tiles of a weight into loads of `tile_bytes` a partition, at least one K tile.
+class Loads(NKIObject):
+    """How the weights of a stage are cut into loads.
 
-    The `first` load of a stage and the `last` of the kernel are of `EDGE_TILE_BYTES` at most. With
-    `least_bytes` the last load is halved twice, as far as the halves have so many.
+    TensorE starts on a load when all of it has arrived. Short ones at the ends of a launch are
+    waited for less, and take longer for their bytes: where other stages' weights are on their way
+    anyway, nothing waits for them.
+
+    Args:
+        tile_bytes: of a load a partition, at most, but at least one K tile.
+        opens: no other stage's weights come before in the launch.
+        ends: none come after.
     """
-    edge = max(1, min(tile_bytes, EDGE_TILE_BYTES) // row_bytes)
-    head = min(tiles, edge) if first else 0
-    tail = min(tiles - head, edge) if last else 0
-    found = spans(0, head, edge)
-    found.extend(spans(head, tiles - head - tail, max(1, tile_bytes // row_bytes)))
-    found.extend(spans(tiles - tail, tail, edge))
-    for _ in range(2 if least_bytes > 0 and len(found) > 0 else 0):
-        whole = found[len(found) - 1]
-        half = whole.size // 2
-        if half > 0 and half * row_bytes >= least_bytes:
-            found = found[0 : len(found) - 1]
-            found.append(Span(whole.start, whole.size - half))
-            found.append(Span(whole.start + whole.size - half, half))
-    return found
+
+    def __init__(self, tile_bytes: int, opens: bool = True, ends: bool = True) -> None:
+        self.tile_bytes = tile_bytes
+        self.opens = opens
+        self.ends = ends
+
+    def tiles(
+        self, tiles: int, row_bytes: int, first: bool, last: bool, least_bytes: int = 0
+    ) -> list[Span]:
+        """Cut `tiles` K tiles of a weight.
+
+        The `first` load of a stage and its `last` are of `EDGE_TILE_BYTES` at most, at the ends of
+        a launch. With `least_bytes` the last load is halved twice, as far as the halves have so
+        many, if the stage is all of the launch.
+        """
+        most = self.tile_bytes
+        edge = max(1, min(most, EDGE_TILE_BYTES) // row_bytes)
+        head = min(tiles, edge) if first and self.opens else 0
+        tail = min(tiles - head, edge) if last and self.ends else 0
+        found = spans(0, head, edge)
+        found.extend(spans(head, tiles - head - tail, max(1, most // row_bytes)))
+        found.extend(spans(tiles - tail, tail, edge))
+        halved = least_bytes > 0 and self.opens and self.ends
+        for _ in range(2 if halved and len(found) > 0 else 0):
+            whole = found[len(found) - 1]
+            half = whole.size // 2
+            if half > 0 and half * row_bytes >= least_bytes:
+                found = found[0 : len(found) - 1]
+                found.append(Span(whole.start, whole.size - half))
+                found.append(Span(whole.start + whole.size - half, half))
+        return found
 
 
 def waited_bytes(slow_short_runs: bool) -> int:

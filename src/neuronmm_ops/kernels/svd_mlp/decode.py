@@ -24,6 +24,7 @@ from neuronmm_ops.kernels.stages.stationary import (
 from neuronmm_ops.kernels.stages.sums import Sums
 from neuronmm_ops.kernels.stages.tiling import (
     PARTITIONS,
+    Loads,
     Span,
     output_blocks,
     spans,
@@ -154,7 +155,7 @@ def write_gated(
         knobs: of all products.
     """
     M, dtype, linear = out.tokens, vs[0].dtype, knobs.linear
-    rank_block, tile_bytes = linear.rank_block, linear.tile_bytes
+    rank_block, loads = linear.rank_block, linear.loads
     group, up_scale = us[0].group, vs[1].scale
     inner = own(vs[0].hbm.shape[1], group)
     before = 0
@@ -164,14 +165,14 @@ def write_gated(
         before += ahead(vs[0].hbm.shape[1], group, sides + down, down)
     blocks = output_blocks(out.columns(before), linear.block, linear.last_block)
     if linear.stationary:
-        turned_low = project_turned(turned(x_chunks), us[0:2], rank_block, tile_bytes, M)
+        turned_low = project_turned(turned(x_chunks), us[0:2], rank_block, loads, M)
         h: list[Turned] = []
         for columns in spans(inner.start, inner.size, knobs.inner_block):
-            h.extend(gated_turned(turned_low, vs, columns, M, knobs.activation, tile_bytes))
-        d = project_turned(h, [us[2]], rank_block, tile_bytes, M)[0]
-        write_turned(out, d, vs[2], None, blocks, tile_bytes)
+            h.extend(gated_turned(turned_low, vs, columns, M, knobs.activation, loads))
+        d = project_turned(h, [us[2]], rank_block, loads, M)[0]
+        write_turned(out, d, vs[2], None, blocks, loads)
         return
-    low = project(x_chunks, us[0:2], rank_block, linear.fuse, tile_bytes, M)
+    low = project(x_chunks, us[0:2], rank_block, linear.fuse, loads, M)
     h_chunks: list[Chunk] = []
     spills = knobs.spill and inner.size > 0
     h_hbm: list[NkiTensor] = []
@@ -179,7 +180,7 @@ def write_gated(
         h_dtype = dtype if is_none(up_scale) else nl.float32
         h_hbm.append(nl.ndarray((M, inner.size), dtype=h_dtype, buffer=nl.private_hbm))
     for columns in spans(inner.start, inner.size, knobs.inner_block):
-        up, h_sb = gated(low, vs, columns, M, knobs.activation, tile_bytes)
+        up, h_sb = gated(low, vs, columns, M, knobs.activation, loads)
         if spills:
             up.store(h_hbm[0], inner.start, h_sb)
         else:
@@ -196,10 +197,10 @@ def write_gated(
             lanes,
             group,
         )
-    d_chunks = project(h_chunks, [us[2]], rank_block, False, tile_bytes, M)[0]
+    d_chunks = project(h_chunks, [us[2]], rank_block, False, loads, M)[0]
     for i in range(len(blocks)):
         first, last = i == 0, i + 1 == len(blocks)
-        write_block(out, d_chunks, vs[2], None, blocks[i], tile_bytes, first, last)
+        write_block(out, d_chunks, vs[2], None, blocks[i], loads, first, last)
 
 
 def gated(
@@ -208,7 +209,7 @@ def gated(
     columns: Span,
     M: int,
     activation: str,
-    tile_bytes: int,
+    loads: Loads,
 ) -> tuple[Sums, NkiTensor]:
     """act(gate) * up of some columns of I, in SBUF, and the sums that say how it lies there.
 
@@ -219,7 +220,7 @@ def gated(
     scaled = not is_none(vs[0].scale)
     if scaled:
         gate.load_rows(None)
-    contract(low[0], [gate], tile_bytes, True, False)
+    contract(low[0], [gate], loads, True, False)
     acts_sb = gate.new_tile(nl.float32)
     for part in gate.parts:
         acts = gate.like(acts_sb, part)
@@ -228,7 +229,7 @@ def gated(
         of = acts if scaled else gate.psum(part, M)
         nisa.activation(acts, function_of(activation), of)
     up = Sums(vs[1], columns, M)
-    contract(low[1], [up], tile_bytes, True, False)
+    contract(low[1], [up], loads, True, False)
     h_sb = up.new_tile(nl.float32 if scaled else vs[1].dtype)
     for part in up.parts:
         sums_psum = up.psum(part, up.lanes_in(part))
@@ -242,12 +243,12 @@ def gated_turned(
     columns: Span,
     M: int,
     activation: str,
-    tile_bytes: int,
+    loads: Loads,
 ) -> list[Turned]:
     """act(gate) * up of some columns of I, as `gated`, but transposed and rounded."""
     tiles = turned_tiles(columns, M)
     gate = TurnedSums(vs[0], tiles, M)
-    contract_turned(low[0], gate, tile_bytes, True, False)
+    contract_turned(low[0], gate, loads, True, False)
     acts: list[NkiTensor] = []
     for i in range(len(tiles)):
         acts_sb = nl.ndarray((tiles[i].rows, tiles[i].count, M), dtype=nl.float32)
@@ -255,7 +256,7 @@ def gated_turned(
         nisa.activation(acts_sb, function_of(activation), acts_sb)
         acts.append(acts_sb)
     up = TurnedSums(vs[1], tiles, M)
-    contract_turned(low[1], up, tile_bytes, True, False)
+    contract_turned(low[1], up, loads, True, False)
     found: list[Turned] = []
     for i in range(len(tiles)):
         h_sb = nl.ndarray((tiles[i].rows, tiles[i].count, M), dtype=vs[1].dtype)
