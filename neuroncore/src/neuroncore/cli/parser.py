@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from neuroncore.cli.console import one_line
@@ -11,7 +12,33 @@ EXAMPLE = "example: %(prog)s "
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one line per mistake."""
+    """argparse with one line per mistake, and without abbreviations.
+
+    Those mean another option than the user did, or another one in the next release: `--tokens` was
+    `--tokens-ahead`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - its overloads
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        """Parse all, or say which command does not know what, and what it may have meant."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            meant = self._meant(unknown[0].partition("=")[0])
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return found, unknown
+
+    def _meant(self, option: str) -> str:
+        if not option.startswith("--"):
+            return ""
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        near = [name for name in known if option[2:] in name]
+        if len(near) not in (1, 2):
+            near = get_close_matches(option, known, n=2, cutoff=0.7)
+        return f"; did you mean {' or '.join(near)}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
         """Print the line and exit with 2."""
