@@ -280,6 +280,22 @@ def test_weights_come_in_short_loads_at_the_ends_of_a_launch_only():
     assert down == [1, 1, 2]
 
 
+@pytest.mark.parametrize("window", [0, 50])
+def test_layers_share_what_queries_see(window):
+    """What is seen by the positions and the sizes alone is not found again in each layer."""
+    _, operands, options = check_layer(("trn2", 1), torch.bfloat16, window=window, M=2)
+
+    def issued(layers):
+        many = [each * layers for each in operands[5:]]
+        done = nc.simulate(decoder_layer_decode, *operands[:5], *many, **options, mode="trace")
+        records = done.profile.schedule.cores[0].trace.records
+        own = [record for record in records if record[2].co_filename.endswith("visible.py")]
+        opcodes = done.profile.opcodes
+        return len(own) - opcodes["range_select"], opcodes["affine_select"]
+
+    assert issued(3) == issued(1)
+
+
 def test_sums_of_few_columns_are_exchanged_at_once():
     """Four column groups in one DMA: those of query, key, value, output, gate, up and down."""
     done, _, _ = check_layer(("trn2", 2), torch.float32, ranks=(512, 512, 512))

@@ -88,6 +88,47 @@ class Caches(nl.NKIObject):
         nisa.dma_copy(values_hbm, new.values_hbm)
 
 
+class Attending(nl.NKIObject):
+    """What attention of all layers of a launch shares, made where the first one needs it.
+
+    Args:
+        positions: where the new tokens begin.
+        shape: all sizes.
+        window: tokens that a query sees, its own included; 0 for all.
+        ahead: caches come before they are needed, as they do in a launch of layers.
+    """
+
+    def __init__(self, positions: Positions, shape: Shape, window: int, ahead: bool) -> None:
+        self.positions = positions
+        self.shape = shape
+        self.window = window
+        self.ahead = ahead
+        self.reach = Reach(positions, shape.tokens, window)
+        self.lanes: list[Lanes] = []
+        # of each sequence
+        self.visible: list[Visible] = []
+        self.joins: list[Rescaling] = []
+
+    def visible_to(self, new: NewTokens) -> Visible:
+        """What new tokens see."""
+        if len(self.lanes) == 0:
+            self.lanes.append(Lanes(self.shape, new.lanes))
+        sequence = new.unit.sequence
+        for visible in self.visible:
+            if visible.sequence == sequence:
+                return visible
+        found = Visible(self.lanes[0], self.positions, self.reach, sequence, self.window)
+        self.visible.append(found)
+        return found
+
+    def join(self, lanes: int, dtype: nl.DType) -> Rescaling:
+        """How groups of so many lanes join, for activations of a dtype."""
+        if len(self.joins) == 0:
+            weights = nl.float32 if dtype == nl.float32 else nl.tfloat32
+            self.joins.append(Rescaling(same_lanes(lanes), weights, self.ahead))
+        return self.joins[0]
+
+
 def same_lanes(lanes: int) -> NkiTensor:
     """[128, lanes], fp32: 1 where the partition is the lane's, of any group."""
     ones_sb = nl.ndarray((PARTITIONS, lanes), dtype=nl.float32)
@@ -175,7 +216,8 @@ def attention_decode(
     rotation = Rotation(cos, sin, min(PARTITIONS, shape.heads + kv), norms)
     load_table()
     heads = RowHeads(qkv, shape, rotation)
-    attend(HeadsToHbm(out_hbm), heads, k_cache, v_cache, Positions(positions), shape, window)
+    attending = Attending(Positions(positions), shape, window, False)
+    attend(HeadsToHbm(out_hbm), heads, k_cache, v_cache, attending)
     return out_hbm, k_cache, v_cache
 
 
@@ -184,19 +226,16 @@ def attend(
     heads: RowHeads | TurnedHeads,
     k_cache: NkiTensor,
     v_cache: NkiTensor,
-    positions: Positions,
-    shape: Shape,
-    window: int,
+    attending: Attending,
 ) -> None:
-    """This core's columns of the output, or its sequences; the other arguments as those above."""
+    """This core's columns of the output, or its sequences; the caches as above."""
     core, cores = nl.program_id(0), nl.num_programs(0)
-    is_shared, reach = shares_tokens(shape, window, cores), Reach(positions, shape.tokens, window)
+    shape, window, reach = attending.shape, attending.window, attending.reach
+    is_shared = shares_tokens(shape, window, cores)
     tokens = Span(0, reach.tokens)
     if is_shared:
         tokens = halves(reach.tokens, BLOCK_TILES * PARTITIONS, core, cores)
     units = decode_units(shape, window, core, cores)
-    lanes: list[Lanes] = []
-    joins: list[Rescaling] = []
     made: list[NewTokens] = []
     seen: list[Visible] = []
     scored: list[Scores] = []  # the part whose values come next
@@ -204,29 +243,26 @@ def attend(
     for u in range(len(units)):
         if u == len(made):
             made.extend(new_tokens(heads, units, u))
-            if u == 0:
-                lanes.append(Lanes(shape, made[0].lanes))
-            visible = Visible(lanes[0], positions, reach, units[u].sequence, window)
             for _ in range(len(made) - u):
-                seen.append(visible)
+                seen.append(attending.visible_to(made[u]))
         caches = Caches(k_cache, v_cache, units[u], reach)
         blocks = cache_blocks(tokens, made[u].groups, 0 if tokens.start > 0 else shape.new)
         parts = parts_of(blocks, SCORES)
         output = UnitOutput(made[u], out, caches.values, len(parts), is_shared)
+        number = 0
         for part in parts:
             scores = Scores(made[u], caches.keys, part)
             for cache_block in part:
-                scores.add(cache_block, seen[u])
+                scores.add(cache_block, seen[u].seen(number, cache_block))
+                number += 1
             scores.finish()
-            if len(joins) == 0:
-                dtype = nl.float32 if heads.dtype == nl.float32 else nl.tfloat32
-                joins.append(Rescaling(same_lanes(made[0].lanes), dtype))
+            join = attending.join(made[0].lanes, heads.dtype)
             if len(scored) > 0:  # while the keys of this part come
-                waiting[0].add(scored[0], joins[0])
+                waiting[0].add(scored[0], join)
             scored = [scores]
             waiting = [output]
     if len(units) > 0:
-        waiting[0].add(scored[0], joins[0])
+        waiting[0].add(scored[0], attending.join(made[0].lanes, heads.dtype))
     if is_shared:
         meet(k_cache)  # the other core has read what is written now
         meet(v_cache)

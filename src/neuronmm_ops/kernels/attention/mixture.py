@@ -17,11 +17,13 @@ class Rescaling(nl.NKIObject):
     Args:
         same_sb: [partitions, lanes], 1 where the partition is the lane's, of any group.
         dtype: of the weights.
+        ahead: values come before they are needed.
     """
 
-    def __init__(self, same_sb: NkiTensor, dtype: nl.DType) -> None:
+    def __init__(self, same_sb: NkiTensor, dtype: nl.DType, ahead: bool) -> None:
         self.same_sb = same_sb
         self.dtype = dtype
+        self.ahead = ahead
 
     def least(self, scores: Scores) -> NkiTensor:
         """The least of the groups' negated maxima, [lanes, 1]."""
@@ -118,8 +120,10 @@ class Mixture(nl.NKIObject):
                     weights_sb.append(weights_sb[part.number])
             block = self.scores.blocks[part.number]
             self.add(block, part.heads, weights_sb[part.number])
-            if i == max(first, len(parts) - 2):  # while the last values come
+            if i == max(first, len(parts) - 2) and not sums.ahead:  # while the last values come
                 self.add_up()
+        if sums.ahead:  # TensorE would wait for what `prepare` makes
+            self.add_up()
 
     def add(self, block: CacheBlock, heads: Span, weights_sb: NkiTensor) -> None:
         """Add the tokens of a block to the sums of some heads."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from neuronmm_ops.kernels.attention.heads import NewTokens
 from neuronmm_ops.kernels.attention.keys import mode_of
 from neuronmm_ops.kernels.attention.units import CacheBlock
-from neuronmm_ops.kernels.attention.visible import LOWEST, Seen, Visible
+from neuronmm_ops.kernels.attention.visible import LOWEST, Seen
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import evict, itemsize
 from neuronmm_ops.kernels.stages.facts import transposed_dtype
@@ -91,12 +91,11 @@ class Scores(nl.NKIObject):
             found.append(tile_sb.reshape_dim(1, shape))
         return found
 
-    def add(self, block: CacheBlock, visible: Visible) -> None:
+    def add(self, block: CacheBlock, seen: Seen) -> None:
         """Compute the scores of a block, before they are scaled, and their maxima."""
         lanes, width = self.new.lanes, block.width
         partitions = block.groups * lanes
         tiles_sb = self.load(block)
-        seen = Seen(visible.begin(block), visible.end(block))
         scores_sb = nl.ndarray((self.partitions, block.rows, width), dtype=nl.float32)
         banks = spans(0, block.rows, BANK_COLUMNS // width)
         number = len(self.scores_sb)

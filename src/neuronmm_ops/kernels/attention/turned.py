@@ -160,7 +160,7 @@ class HeadColumns(nl.NKIObject):
     def put_turned(self, sums: TurnedSums, bias: NkiTensor | None) -> None:
         """Keep sums of stationary weights."""
         own_sb = self.heads_sb[:, nl.ds(self.own.start, self.own.size), :]
-        rounded_turned(own_sb, sums, sums.tiles[0], bias)
+        rounded_turned(own_sb, sums, 0, bias)
 
 
 def head_columns(heads: Span, head_dim: int) -> Span:

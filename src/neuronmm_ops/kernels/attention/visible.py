@@ -105,9 +105,18 @@ class Visible(nl.NKIObject):
         self, lanes: Lanes, positions: Positions, reach: Reach, sequence: int, window: int
     ) -> None:
         self.lanes = lanes
+        self.sequence = sequence
         self.window = window
+        # of each block
+        self.bounds: list[Seen] = []
         self.place_sb = positions.places_sb[0:1, nl.ds(sequence, 1)]
         self.first_sb = reach.firsts_sb[:, nl.ds(sequence, 1)]
+
+    def seen(self, number: int, block: CacheBlock) -> Seen:
+        """The scores of a block that are seen; blocks are numbered as they are first asked for."""
+        if number == len(self.bounds):
+            self.bounds.append(Seen(self.begin(block), self.end(block)))
+        return self.bounds[number]
 
     def end(self, block: CacheBlock) -> NkiTensor:
         """The first score of a block that is hidden, as a real number: [128, 1]."""

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from neuronmm_ops.kernels.attention.decode import attend, check_operands, load_table
+from neuronmm_ops.kernels.attention.decode import (
+    Attending,
+    attend,
+    check_operands,
+    load_table,
+)
 from neuronmm_ops.kernels.attention.heads import HeadNorm, Rotation, RowHeads
 from neuronmm_ops.kernels.attention.outputs import HeadsKept, HeadsToHbm, Spreads, may_keep
 from neuronmm_ops.kernels.attention.turned import TurnedHeads, TurnedRotation, may_turn
@@ -96,6 +101,8 @@ class Decoding(nl.NKIObject):
         self.window = window
         load_table()
         self.positions = Positions(positions)
+        # from the first layer on
+        self.attending: list[Attending] = []
         # for transposed heads, from the first layer on that has such
         self.rotations: list[TurnedRotation] = []
         # for attention's output where it stays in SBUF, likewise
@@ -162,19 +169,21 @@ class Decoding(nl.NKIObject):
     def mixed(self, layer: Layer, heads: RowHeads | TurnedHeads, shape: Shape) -> list[Chunk]:
         """Attention's output as the output projection contracts it: by way of HBM if need be."""
         output, k_cache, v_cache = layer.output, layer.k_cache, layer.v_cache
+        if len(self.attending) == 0:
+            self.attending.append(Attending(self.positions, shape, self.window, True))
         K = shape.heads * shape.head_dim
         own = output.ranges(K)[output.own()]
         if may_keep(shape, own):
             if len(self.spreads) == 0:
                 self.spreads.append(Spreads(heads.dtype, shape.head_dim))
             kept = HeadsKept(shape, own, output.lanes(shape.batch), self.spreads[0])
-            attend(kept, heads, k_cache, v_cache, self.positions, shape, self.window)
+            attend(kept, heads, k_cache, v_cache, self.attending[0])
             load_function(self.activation)
             return [kept.finish()]
         size = (shape.batch * shape.new, K)
         mixed_hbm = nl.ndarray(size, dtype=heads.dtype, buffer=nl.shared_hbm)
         out = HeadsToHbm(mixed_hbm)
-        attend(out, heads, k_cache, v_cache, self.positions, shape, self.window)
+        attend(out, heads, k_cache, v_cache, self.attending[0])
         load_function(self.activation)
         meet(mixed_hbm)
         return output.chunks(mixed_hbm)

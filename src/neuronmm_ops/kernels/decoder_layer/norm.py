@@ -34,6 +34,8 @@ class Residual(nl.NKIObject):
             self.parts.append(chunk_parts(s.size, group))
         # [rows, M, tiles] of each part of each range
         self.parts_sb: list[list[NkiTensor]] = []
+        # and the sums of its squares, [rows, M] fp32, once they are needed
+        self.squares_sb: list[list[NkiTensor]] = []
 
     def load(self, added_hbm: NkiTensor | None) -> None:
         """Load it, with what is added to it, if anything: of ranks the columns of this one."""
@@ -49,17 +51,31 @@ class Residual(nl.NKIObject):
             self.parts_sb.append(parts_sb)
 
     def plus(self, kept: Kept) -> Residual:
-        """The stream after a product whose columns each core has kept, its range."""
+        """The stream after a product whose columns each core has kept, its range.
+
+        A core squares its own part while the other one's is on its way.
+        """
         found = Residual(self.hbm, self.ranges, self.group)
         added = kept.of_cores()
-        for n in range(len(added)):
-            parts_sb: list[NkiTensor] = []
-            for i in range(len(added[n])):
-                part_sb = self.parts_sb[n][i]
-                sum_sb = nl.ndarray(part_sb.shape, dtype=self.dtype)
-                nisa.tensor_tensor(sum_sb, part_sb, added[n][i].permute((0, 2, 1)), nl.add)
-                parts_sb.append(sum_sb)
-            found.parts_sb.append(parts_sb)
+        own = nl.program_id(0) if len(added) > 1 else 0
+        first = self.sums(own, added[own])
+        found.parts_sb = [first]
+        found.squares_sb = [square_sums(first)]
+        if len(added) > 1:
+            second = self.sums(1 - own, added[1 - own])
+            at = 1 - own
+            found.parts_sb.insert(at, second)
+            found.squares_sb.insert(at, square_sums(second))
+        return found
+
+    def sums(self, number: int, added: list[NkiTensor]) -> list[NkiTensor]:
+        """The parts of a range, each plus [rows, tiles, M]."""
+        found: list[NkiTensor] = []
+        for i in range(len(added)):
+            part_sb = self.parts_sb[number][i]
+            sum_sb = nl.ndarray(part_sb.shape, dtype=self.dtype)
+            nisa.tensor_tensor(sum_sb, part_sb, added[i].permute((0, 2, 1)), nl.add)
+            found.append(sum_sb)
         return found
 
     def chunk(self, number: int, lanes: int) -> TransposedChunk:
@@ -132,16 +148,26 @@ class Residual(nl.NKIObject):
         nisa.memset(shares_sb, 1.0 / (H * ranks), engine=nisa.gpsimd_engine)
         mean_psum = nl.ndarray((PARTITIONS, M), dtype=nl.float32, buffer=nl.psum)
         started = False
-        for parts_sb in self.parts_sb:
-            for part_sb in parts_sb:
-                rows = part_sb.shape[0]
-                squares_sb = nl.ndarray(part_sb.shape, dtype=nl.float32)
-                sums_sb = nl.ndarray((rows, M), dtype=nl.float32)
-                nisa.tensor_tensor(squares_sb, part_sb, part_sb, nl.multiply)
-                nisa.tensor_reduce(sums_sb, nl.add, squares_sb, axis=2)
-                nisa.nc_matmul(mean_psum, shares_sb[0:rows, :], sums_sb, accumulate=started)
+        for n in range(len(self.parts_sb)):
+            if n == len(self.squares_sb):
+                self.squares_sb.append(square_sums(self.parts_sb[n]))
+            for sums_sb in self.squares_sb[n]:
+                own_sb = shares_sb[0 : sums_sb.shape[0], :]
+                nisa.nc_matmul(mean_psum, own_sb, sums_sb, accumulate=started)
                 started = True
         return mean_psum
+
+
+def square_sums(parts_sb: list[NkiTensor]) -> list[NkiTensor]:
+    """Sums of squares of each token, [rows, M] fp32, of parts [rows, M, tiles]."""
+    found: list[NkiTensor] = []
+    for part_sb in parts_sb:
+        squares_sb = nl.ndarray(part_sb.shape, dtype=nl.float32)
+        sums_sb = nl.ndarray((part_sb.shape[0], part_sb.shape[1]), dtype=nl.float32)
+        nisa.tensor_tensor(squares_sb, part_sb, part_sb, nl.multiply)
+        nisa.tensor_reduce(sums_sb, nl.add, squares_sb, axis=2)
+        found.append(sums_sb)
+    return found
 
 
 def root(mean: NkiTensor, eps: float) -> NkiTensor:

@@ -63,8 +63,9 @@ class ToHbm(nl.NKIObject):
 
     def put_turned(self, sums: TurnedSums, bias: NkiTensor | None) -> None:
         """Store sums of stationary weights."""
-        for tile in sums.tiles:
-            store_turned(self.hbm, rounded_output(sums, tile, bias, self.hbm.dtype), tile)
+        for n in range(len(sums.tiles)):
+            rounded_sb = rounded_output(sums, n, bias, self.hbm.dtype)
+            store_turned(self.hbm, rounded_sb, sums.tiles[n])
 
 
 def each_to_hbm(parts: list[NkiTensor]) -> list[ToHbm]:
@@ -127,9 +128,10 @@ class Kept(nl.NKIObject):
     def put_turned(self, sums: TurnedSums, bias: NkiTensor | None) -> None:
         """Keep sums of stationary weights."""
         assert is_none(bias), "a bias does not lie as strided tiles do"
-        for tile in sums.tiles:
+        for n in range(len(sums.tiles)):
+            tile = sums.tiles[n]
             part_sb = nl.ndarray((tile.rows, tile.count, self.tokens), dtype=self.dtype)
-            rounded_turned(part_sb, sums, tile, None)
+            rounded_turned(part_sb, sums, n, None)
             self.parts_sb.append(part_sb)
 
     def of_cores(self) -> list[list[NkiTensor]]:

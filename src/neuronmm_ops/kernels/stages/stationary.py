@@ -55,6 +55,11 @@ class TurnedSums(nl.NKIObject):
             self.banks_psum.append(nl.ndarray(shape, nl.float32, buffer=nl.psum))
         self.started = False
         self.seen = 0  # K tiles
+        # of each tile, or none; TensorE transposes them while it waits for the weights
+        self.factors_sb: list[NkiTensor] = []
+        if not is_none(weight.scale):
+            for tile in tiles:
+                self.factors_sb.append(self.loaded_factors(weight.scale, tile))
         # by this core, and from the other one
         self.sent_sb: list[NkiTensor] = []
         self.received_sb: list[NkiTensor] = []
@@ -94,7 +99,7 @@ class TurnedSums(nl.NKIObject):
         self.started = True
 
     def send(self) -> None:
-        """Send the sums to the other core, and receive its, in fp32."""
+        """Send the sums, times their factors, to the other core, and receive its, in fp32."""
         shape = (PARTITIONS, self.slots, self.tokens)
         sent_sb = nl.ndarray(shape, dtype=nl.float32)
         received_sb = nl.ndarray(shape, dtype=nl.float32)
@@ -103,7 +108,7 @@ class TurnedSums(nl.NKIObject):
             if tile.rows < PARTITIONS or not self.started:
                 nisa.memset(sent_sb[:, nl.ds(tile.slot, tile.count), :], 0.0)
             if self.started:
-                evict(self.like(sent_sb, tile), self.psum(tile), i)
+                scaled(self.like(sent_sb, tile), self.psum(tile), self.factors(i), i)
         other = 1 - nl.program_id(0)
         nisa.sendrecv(sent_sb, received_sb, other, other, 0)
         self.sent_sb.append(sent_sb)
@@ -113,30 +118,26 @@ class TurnedSums(nl.NKIObject):
         """[rows, count, M] of a tile in SBUF [128, slots, M]."""
         return tile_sb[0 : tile.rows, nl.ds(tile.slot, tile.count), :]
 
-    def summed(self, tile: ColumnTile) -> NkiTensor:
-        """[rows, count, M] of a tile's sums, in PSUM, or those of both cores, in SBUF."""
-        if len(self.sent_sb) == 0:
-            return self.psum(tile)
-        mine = self.like(self.sent_sb[0], tile)
-        sums_sb = nl.ndarray((tile.rows, tile.count, self.tokens), dtype=nl.float32)
-        nisa.tensor_tensor(sums_sb, self.like(self.received_sb[0], tile), mine, nl.add)
-        return sums_sb
-
     def rounded(self) -> list[Turned]:
         """The sums, over both cores where they have been sent, as the next product takes them."""
         found: list[Turned] = []
         for i in range(len(self.tiles)):
             tile = self.tiles[i]
             to_sb = nl.ndarray((tile.rows, tile.count, self.tokens), dtype=self.weight.dtype)
-            scaled(to_sb, self.summed(tile), self.factors(tile), i)
+            if len(self.sent_sb) == 0:
+                scaled(to_sb, self.psum(tile), self.factors(i), i)
+            else:
+                mine, other = self.like(self.sent_sb[0], tile), self.like(self.received_sb[0], tile)
+                nisa.tensor_tensor(to_sb, other, mine, nl.add)
             found.append(Turned(tile.start, to_sb))
         return found
 
-    def factors(self, tile: ColumnTile) -> NkiTensor | None:
+    def factors(self, number: int) -> NkiTensor | None:
         """A weight's scale as a tile's columns lie, [rows, count, M]; None where there is none."""
-        scale = self.weight.scale
-        if is_none(scale):
-            return None
+        return self.factors_sb[number] if len(self.factors_sb) > 0 else None
+
+    def loaded_factors(self, scale: NkiTensor, tile: ColumnTile) -> NkiTensor:
+        """A scale [N] as a tile's columns lie, [rows, count, M]."""
         if not tile.strided:
             return spread(turned_row(scale, tile), self.tokens)
         scale_sb = nl.ndarray((tile.rows, tile.count), dtype=nl.float32)
@@ -227,27 +228,26 @@ def project_turned(
     return found
 
 
-def rounded_turned(
-    to_sb: NkiTensor, sums: TurnedSums, tile: ColumnTile, bias: NkiTensor | None
-) -> None:
+def rounded_turned(to_sb: NkiTensor, sums: TurnedSums, number: int, bias: NkiTensor | None) -> None:
     """Take a tile of sums to SBUF [rows, count, M], times their factors and plus a bias [N]."""
+    tile = sums.tiles[number]
     if is_none(bias):
-        scaled(to_sb, sums.psum(tile), sums.factors(tile), 0)
+        scaled(to_sb, sums.psum(tile), sums.factors(number), 0)
         return
     wide_sb = nl.ndarray(to_sb.shape, dtype=nl.float32)
-    scaled(wide_sb, sums.psum(tile), sums.factors(tile), 0)
+    scaled(wide_sb, sums.psum(tile), sums.factors(number), 0)
     nisa.tensor_tensor(to_sb, wide_sb, spread(turned_row(bias, tile), sums.tokens), nl.add)
 
 
 def rounded_output(
-    sums: TurnedSums, tile: ColumnTile, bias: NkiTensor | None, dtype: nl.DType
+    sums: TurnedSums, number: int, bias: NkiTensor | None, dtype: nl.DType
 ) -> NkiTensor:
     """A tile of the output, [rows, groups, M, lines]: a group's tiles are transposed together."""
-    M = sums.tokens
+    M, tile = sums.tokens, sums.tiles[number]
     lines = tile.lines(M)
     split = (tile.count // lines, lines)
     sums_psum = sums.psum(tile).reshape_dim(1, split)
-    factors_sb = sums.factors(tile)
+    factors_sb = sums.factors(number)
     if not is_none(factors_sb):
         factors_sb = factors_sb.reshape_dim(1, split)
     rounded_sb = nl.ndarray((tile.rows, split[0], M, lines), dtype=dtype)

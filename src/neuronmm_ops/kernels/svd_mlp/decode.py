@@ -252,7 +252,7 @@ def gated_turned(
     acts: list[NkiTensor] = []
     for i in range(len(tiles)):
         acts_sb = nl.ndarray((tiles[i].rows, tiles[i].count, M), dtype=nl.float32)
-        scaled(acts_sb, gate.psum(tiles[i]), gate.factors(tiles[i]), i)
+        scaled(acts_sb, gate.psum(tiles[i]), gate.factors(i), i)
         nisa.activation(acts_sb, function_of(activation), acts_sb)
         acts.append(acts_sb)
     up = TurnedSums(vs[1], tiles, M)
@@ -260,7 +260,7 @@ def gated_turned(
     found: list[Turned] = []
     for i in range(len(tiles)):
         h_sb = nl.ndarray((tiles[i].rows, tiles[i].count, M), dtype=vs[1].dtype)
-        factors_sb = up.factors(tiles[i])
+        factors_sb = up.factors(i)
         if not is_none(factors_sb):
             nisa.tensor_tensor(acts[i], acts[i], factors_sb, nl.multiply)
         nisa.tensor_tensor(h_sb, up.psum(tiles[i]), acts[i], nl.multiply)
