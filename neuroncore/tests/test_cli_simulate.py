@@ -193,6 +193,12 @@ X = ("--arg", "x=f32[128,4]")
         ("kernels.py:copy", ("--arg", "x=f32[99999999,99999999]"), ["limit"]),
         ("kernels.py:copy", ("--arg", "x=tfloat32[4]"), ["tfloat32", "--trace-only"]),
         ("kernels.py:copy", (*X, "--target", "trn9"), ["target must be one of", "'trn9'"]),
+        (
+            "kernels.py:copy",
+            (*X, "--tar", "trn2"),
+            ["simulate: unrecognized arguments: --tar trn2; did you mean --target?"],
+        ),
+        ("kernels.py:copy", (*X, "--frobnicate"), ["unrecognized arguments: --frobnicate (see"]),
         ("kernels.py:copy", (*X, "--lnc", "3"), ["--lnc"]),
         ("kernels.py:copy", (*X, "--cost-model", "guess"), ["--cost-model"]),
         ("kernels.py:copy", (*X, "--seed", "-1"), ["--seed"]),
