@@ -65,7 +65,7 @@ def test_command_lines(workplace, capsys, monkeypatch):
         for line in block.splitlines()
         if line.startswith(tuple(MAINS)) and not line.startswith("neuronmm compile")  # needs NKI
     ]
-    assert len(lines) == 23
+    assert len(lines) == 24
     for line in lines:
         command, *arguments = shlex.split(line)
         assert MAINS[command](arguments) == 0, capsys.readouterr().err

@@ -24,6 +24,7 @@ COMMANDS = (
     f"compress dense {COMPRESSED}",
     f"compress dense {COMPRESSED} --stream --storage int8 --force",
     f"compress dense {COMPRESSED} --method plain --force",
+    "prune dense -o narrow --ratio 0.2 --block 8 --calibration text.txt --seqlen 64 --samples 8",
     "inspect small",
     "verify small",
     "recover small -o distilled --data text.txt --seqlen 64 --steps 3",

@@ -30,6 +30,7 @@ from neuronmm_ops.cli import (
     inspect,
     plan,
     precompile,
+    prune,
     quantize,
     recover,
     reproduce,
@@ -81,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"neuronmm-ops {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (
-        *(demo, compress, recover, quantize, evaluate, compare, draft, generate),
+        *(demo, compress, prune, recover, quantize, evaluate, compare, draft, generate),
         *(inspect, verify, export, importing, reproduce),
         *(doctor, device_check, bench, plan, precompile, simulate, lint),
     ):

@@ -13,6 +13,7 @@ from neuronmm_ops.hf.loading import load, load_tokenizer
 from neuronmm_ops.hf.onnx import export_onnx
 from neuronmm_ops.hf.pairs import from_pairs, lora_config, to_pairs
 from neuronmm_ops.hf.provenance import CompressionRun, read_run
+from neuronmm_ops.hf.prune import prune
 from neuronmm_ops.hf.published import import_published
 from neuronmm_ops.hf.quantize import quantize
 from neuronmm_ops.hf.quantizer import NeuronMMConfig, NeuronMMQuantizer
@@ -39,6 +40,7 @@ __all__ = [
     "load_packed",
     "load_tokenizer",
     "lora_config",
+    "prune",
     "quantize",
     "read_run",
     "read_text",

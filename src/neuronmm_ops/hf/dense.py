@@ -1,4 +1,4 @@
-"""The dense model that a checkpoint was compressed from, and an ordinary checkpoint made of it."""
+"""The dense model that a checkpoint was compressed from, and ordinary checkpoints."""
 
 import json
 from contextlib import suppress
@@ -117,6 +117,24 @@ def export_dense(source: str | Path, output: str | Path) -> dict[str, Any]:
     del model.config.quantization_config
     model.hf_quantizer = None
     check_values(model, "compress the model in a wider dtype")
+    made_of = {"path": str(source.resolve())}
+    size = save_dense(model, source, output, Origin("export dense", made_of))
+    return {"output": str(output), "layers": len(layers), "bytes": size}
+
+
+def save_dense(model: PreTrainedModel, source: Path, output: Path, origin: Origin) -> int:
+    """Write a model without compressed layers as an ordinary checkpoint; return its bytes.
+
+    Args:
+        model: with finite values.
+        source: where its tokenizer and processor are.
+        output: a directory that is written whole or not at all.
+        origin: what it was made of, for `manifest.json`.
+
+    Raises:
+        FileExistsError: the output exists.
+        OSError: it cannot be written.
+    """
     size = sum(parameter.nbytes for parameter in model.parameters())
     check_target(output, False, source, size)
     with replacement(output, False) as directory:
@@ -125,9 +143,8 @@ def export_dense(source: str | Path, output: str | Path) -> dict[str, Any]:
             load_tokenizer(source).save_pretrained(directory)
         copy_processor(source, directory)
         _write_older_rope(directory / "config.json")
-        made_of = {"path": str(source.resolve())}
-        write_manifest(directory, tensor_hashes(directory), Origin("export dense", made_of))
-    return {"output": str(output), "layers": len(layers), "bytes": size}
+        write_manifest(directory, tensor_hashes(directory), origin)
+    return size
 
 
 def _write_older_rope(path: Path) -> None:

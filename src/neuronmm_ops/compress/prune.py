@@ -1,0 +1,216 @@
+"""Narrower MLPs: the inner features that their outputs miss least are left out.
+
+What is left is an ordinary dense model. An inner feature is a row of gate and up and a column of
+down; those that stay take over what they can of the others' part (Optimal Brain Surgeon, Hassibi
+and Stork 1993, for whole columns as in ZipLM, arXiv 2302.04089).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from neuronmm_ops.compress.batches import Batch
+from neuronmm_ops.compress.calibrate import Progress, collect_moments
+from neuronmm_ops.compress.targets import text_decoder
+from neuronmm_ops.errors import NonFiniteError
+
+_LAYOUTS = (
+    (("gate_proj", "up_proj"), "down_proj"),  # Llama
+    (("gate_up_proj",), "down_proj"),  # Phi-3
+    (("fc1",), "fc2"),  # Phi
+)
+"""Linears that make the inner features, and the one that reads them."""
+RIDGE = 1e-4
+"""Of the mean of the inner features' second moment, added to its diagonal."""
+SWEEPS = 512
+"""A feature is removed given those before it, but for this share of all that go at once."""
+
+
+class Pruned(NamedTuple):
+    """What was left out.
+
+    Attributes:
+        inner: inner features of each MLP before.
+        kept: and now.
+        losses: what each MLP's output lost, by name: mean squared error on the calibration text,
+            relative to the output's mean square.
+    """
+
+    inner: int
+    kept: int
+    losses: dict[str, float]
+
+
+class _MLP(NamedTuple):
+    """An MLP's Linears: `into` have inner features as rows, `down` as columns."""
+
+    into: tuple[nn.Linear, ...]
+    down: nn.Linear
+
+
+@torch.no_grad()
+def prune_(
+    model: nn.Module,
+    ratio: float,
+    calibration: Sequence[Batch],
+    block: int = 128,
+    progress: Progress | None = None,
+) -> Pruned:
+    """Leave out inner features of every MLP of a Transformers model, in place.
+
+    All MLPs get the same width, so that the model's config says it. Nothing is replaced before the
+    last MLP's features are chosen, so an error leaves the model as it was.
+
+    Args:
+        model: dense, with MLPs as Llama's, Phi-3's or Phi's and their `intermediate_size` in its
+            config.
+        ratio: of each MLP's parameters to remove, at least.
+        calibration: as `collect_moments` takes it.
+        block: what is kept is a multiple of it.
+        progress: called with (stage, done, total); stages are calibrate and prune.
+
+    Returns:
+        The widths, and each MLP's loss.
+
+    Raises:
+        ValueError: the ratio leaves nothing or removes nothing, or the model has MLPs of another
+            kind, of different widths, or none.
+        NonFiniteError: an activation or a weight is NaN or Inf; names the Linear.
+    """
+    mlps = _mlps(model)
+    inner = _inner(model, mlps)
+    kept = _kept(ratio, inner, block)
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    losses: dict[str, float] = {}
+    moments = collect_moments(model, dict.fromkeys(mlps, "input"), calibration, progress)
+    for name, moment in moments:
+        weight = mlps[name].down.weight
+        columns = kept_features(weight, moment.matrix, kept)
+        narrow, losses[name] = _refitted(weight, moment.matrix, columns)
+        found[name] = columns.to(weight.device), narrow.to(weight)
+        if not torch.isfinite(found[name][1]).all():
+            raise NonFiniteError(
+                f"{name}: weight must be finite, got NaN or Inf; prune the model in a wider dtype"
+            )
+        if progress:
+            progress("prune", len(found), len(mlps))
+    for name, (columns, narrow) in found.items():
+        _replace_(mlps[name], columns, narrow)
+    _text_config(model).intermediate_size = kept
+    return Pruned(inner, kept, losses)
+
+
+def _mlps(model: nn.Module) -> dict[str, _MLP]:
+    """The MLPs that text passes, by the name of the Linear that reads their inner features."""
+    read = set(text_decoder(model).modules())
+    found: dict[str, _MLP] = {}
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        for names, last in _LAYOUTS if module in read else ():
+            linears = [children.get(child) for child in (*names, last)]
+            if all(type(linear) is nn.Linear for linear in linears):
+                *into, down = cast("list[nn.Linear]", linears)
+                found[f"{name}.{last}"] = _MLP(tuple(into), down)
+    return found
+
+
+def _inner(model: nn.Module, mlps: Mapping[str, _MLP]) -> int:
+    """The width of all MLPs, which the config says."""
+    inner = getattr(_text_config(model), "intermediate_size", None)
+    widths = sorted({mlp.down.in_features for mlp in mlps.values()})
+    if not isinstance(inner, int) or widths != [inner]:
+        raise ValueError(
+            f"every MLP must be of dense Linears as Llama's, Phi-3's or Phi's, as wide as the "
+            f"config's intermediate_size, {inner}; {type(model).__name__} has {len(mlps)} of "
+            f"widths {widths}; compress it instead"
+        )
+    return inner
+
+
+def _kept(ratio: float, inner: int, block: int) -> int:
+    """How many inner features stay."""
+    if not 0 < ratio < 1 or block < 1:
+        raise ValueError(
+            f"ratio must be in (0, 1) and block at least 1; got ratio {ratio} and block {block}"
+        )
+    # 0.1 of 1280 features are 128, whatever 1 - 0.9 is in binary
+    kept = math.floor((1 - ratio) * inner / block + 1e-9) * block
+    if not 0 < kept < inner:
+        raise ValueError(
+            f"ratio must leave some and not all of {inner} inner features, in blocks of {block}; "
+            f"ratio {ratio} leaves {kept}; use another ratio or a smaller block"
+        )
+    return kept
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config if config is None else config.get_text_config()
+
+
+@torch.no_grad()
+def _replace_(mlp: _MLP, columns: Tensor, narrow: Tensor) -> None:
+    """Take the rows of these inner features, and the columns that were found for them."""
+    inner = mlp.down.in_features
+    for linear in mlp.into:
+        # gate and up may be one Linear, one half after the other
+        starts = torch.arange(0, linear.out_features, inner, device=columns.device)
+        rows = (starts[:, None] + columns).flatten()
+        _set_(linear, linear.weight[rows])
+        if linear.bias is not None:
+            linear.bias = nn.Parameter(linear.bias[rows], linear.bias.requires_grad)
+    _set_(mlp.down, narrow)
+
+
+def _set_(linear: nn.Linear, weight: Tensor) -> None:
+    linear.weight = nn.Parameter(weight.contiguous(), linear.weight.requires_grad)
+    linear.out_features, linear.in_features = weight.shape
+
+
+def kept_features(weight: Tensor, moment: Tensor, kept: int) -> Tensor:
+    """Return which columns of a weight stay when others go, one after the other.
+
+    With H the second moment, removing column i of W and refitting the others adds
+    `|w_i|^2 / [H^-1]_ii` to the squared error of the output; the least goes next.
+
+    Args:
+        weight: `[N, I]`.
+        moment: `[I, I]` of what it multiplies, fp64.
+        kept: columns that stay.
+
+    Returns:
+        Their numbers `[kept]`, in order, on the moment's device.
+    """
+    inner = len(moment)
+    inverse = torch.linalg.inv(_ridged(moment))
+    left = weight.double().to(moment.device)
+    stays = torch.ones(inner, dtype=torch.bool, device=moment.device)
+    while (over := int(stays.sum()) - kept) > 0:
+        costs = left.square().sum(0) / inverse.diagonal()
+        costs[~stays] = torch.inf
+        goes = costs.argsort()[: min(over, -(-inner // SWEEPS))]
+        # what goes is projected out of the others; a row of zeros stays one
+        share = torch.linalg.solve(inverse[goes][:, goes], inverse[goes])
+        left -= left[:, goes] @ share
+        inverse -= inverse[:, goes] @ share
+        stays[goes] = False
+        inverse[goes, goes] = 1.0
+    return stays.nonzero().flatten()
+
+
+def _refitted(weight: Tensor, moment: Tensor, columns: Tensor) -> tuple[Tensor, float]:
+    """What the columns that stay become, `[N, kept]` in fp64, and the relative loss."""
+    w, ridged = weight.double().to(moment.device), _ridged(moment)
+    target = w @ ridged
+    narrow = torch.linalg.solve(ridged[columns][:, columns], target[:, columns].t()).t()
+    whole = float((target * w).sum())
+    lost = whole - float((narrow * target[:, columns]).sum())
+    return narrow, max(0.0, lost / whole) if whole > 0 else 0.0
+
+
+def _ridged(moment: Tensor) -> Tensor:
+    ridge = RIDGE * moment.diagonal().mean().clamp_min(torch.finfo(moment.dtype).tiny)
+    return moment + ridge * torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
