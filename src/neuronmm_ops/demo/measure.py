@@ -3,7 +3,6 @@
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
 from math import log
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuronmm_ops.compress import CompressionReport, SVDConfig
+from neuronmm_ops.compress import SVDConfig, prune_
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.estimate.ends import ENDS, compared
@@ -45,7 +44,7 @@ def run(
     ratios: Sequence[float],
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Compress the MLPs of a model by each of `WAYS`, and measure what that costs and wins.
+    """Compress the MLPs of a model by each of `WAYS`, narrow them, and measure what that costs.
 
     Everything runs on one thread and in float32, the timed matrix apart: the numbers are then the
     same on every machine, and a busy one is little slower.
@@ -59,8 +58,9 @@ def run(
         progress: called with ("demo", models done, models in all).
 
     Returns:
-        `rows`: the dense model, the same with MLPs rounded to int8 with a scale an output, then
-        each way at each ratio, with `model`, `ratio`, `effective_ratio`, `bytes` of the MLPs,
+        `rows`: the dense model, the same with MLPs rounded to int8 with a scale an output, then at
+        each ratio each way and both again with narrower MLPs, with `model`, `ratio`,
+        `effective_ratio`, `bytes` of the MLPs,
         `ppl_token` and `excess_log_ppl` (ln of the perplexity less ln of the dense model's);
         `tokens` of the text; `timed`: a row of `measure.cpu.run`, measured here; `modelled`:
         `dense_ms` and `op_ms` of that matrix on one core of `target`, never run there, and
@@ -68,17 +68,19 @@ def run(
     """
     from neuronmm_ops import hf
 
-    tokens = encode_documents(hf.load_tokenizer(model), [hf.read_text(held_out)])
+    tokenizer = hf.load_tokenizer(model)
+    tokens = encode_documents(tokenizer, [hf.read_text(held_out)])
+    batches = hf.calibration_batches(tokenizer, hf.read_text(calibration), SAMPLES, SEQLEN)
     rows: list[dict[str, Any]] = []
-    total = 2 + len(ratios) * len(WAYS)
+    total = 2 + len(ratios) * (len(WAYS) + 2)
 
-    def add(name: str, found: Any, size: int, report: CompressionReport | None = None) -> None:
+    def add(name: str, found: Any, size: int, ratio: float = 0.0, effective: float = 0.0) -> None:
         ppl = token_perplexity(found, tokens, SEQLEN).ppl_token
         rows.append(
             {
                 "model": name,
-                "ratio": report.ratio if report else 0.0,
-                "effective_ratio": report.effective_ratio if report else 0.0,
+                "ratio": ratio,
+                "effective_ratio": effective,
                 "bytes": size,
                 "ppl_token": ppl,
                 "excess_log_ppl": log(ppl / rows[0]["ppl_token"]) if rows else 0.0,
@@ -87,20 +89,31 @@ def run(
         if progress:
             progress("demo", len(rows), total)
 
-    with _one_thread():
+    def add_dense(name: str, ratio: float = 0.0) -> None:
+        """The dense model, narrower where a ratio is given, and the same in int8."""
         dense = hf.load_computing(model, "float32")
+        effective = 0.0
+        if ratio:
+            pruned = prune_(dense, ratio, batches, BLOCK)
+            effective = 1 - pruned.kept / pruned.inner
         mlps = list(select_targets(dense, SVDConfig()).linears.values())
         numbers = sum(mlp.weight.numel() for mlp in mlps)
-        add("dense", dense, 2 * numbers)
+        add(name, dense, 2 * numbers, ratio, effective)
         scales = sum(_round_to_int8_(mlp.weight) for mlp in mlps)
-        add("dense int8", dense, numbers + 4 * scales)
-        for ratio, (name, config) in product(ratios, WAYS.items()):
-            target = output / f"{name.replace(' ', '-')}-{ratio:g}"
-            config = replace(config, ratio=ratio, block=BLOCK)
-            options: dict[str, Any] = {"samples": SAMPLES, "seqlen": SEQLEN, "dtype": "float32"}
-            report = hf.compress(model, config, calibration, target, **options)
-            size = sum(layer.bytes for layer in report.layers)
-            add(name, hf.load_computing(target, "float32"), size, report)
+        add(f"{name} int8", dense, numbers + 4 * scales, ratio, effective)
+
+    with _one_thread():
+        add_dense("dense")
+        for ratio in ratios:
+            for name, config in WAYS.items():
+                target = output / f"{name.replace(' ', '-')}-{ratio:g}"
+                config = replace(config, ratio=ratio, block=BLOCK)
+                options: dict[str, Any] = {"samples": SAMPLES, "seqlen": SEQLEN}
+                report = hf.compress(model, config, calibration, target, **options, dtype="float32")
+                size = sum(layer.bytes for layer in report.layers)
+                found = hf.load_computing(target, "float32")
+                add(name, found, size, ratio, report.effective_ratio)
+            add_dense("narrower", ratio)
         dtype = compute_dtype(torch.bfloat16)
         (timed,) = cpu.run(cpu.CpuOptions(TIMED_SHAPE, ("xuv",), (TIMED_RATIO,), (1,), dtype, 20))
     return {"rows": rows, "tokens": len(tokens), "timed": timed, "modelled": _modelled(timed)}
