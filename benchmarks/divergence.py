@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.methods import BASELINE, DEFAULT
-from neuronmm_ops.compress import SVDConfig, compress_
+from neuronmm_ops.compress import SVDConfig, compress_, prune_
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.eval import block_length, encode_documents
@@ -65,6 +65,8 @@ CANDIDATES = (
     SVDConfig(method="zero-sum"),
 )
 """The baseline is the first: those with one budget remove no less than it does."""
+NARROWED = (1.0, 0.5)
+"""Of what is removed, the share that narrower MLPs are to have; the rest is the default's."""
 
 
 class Evaluated(NamedTuple):
@@ -112,7 +114,8 @@ def measure(
 
     Returns:
         For dense one byte, rounded to nearest with a scale an output, then each ratio and
-        candidate, and each text: `method` (`dense int8`, ...), `allocation`, `importance`, `ratio`,
+        candidate, and MLPs narrowed by `prune_`, alone and before the default, and each text:
+        `method` (`dense int8`, `pruned`, ...), `allocation`, `importance`, `ratio`,
         `effective_ratio`, `bytes` of the targeted matrices, relative to bfloat16, `text`, `tokens`,
         `dense_ce`, `ce` (nats a token), `ce_error` (the standard error of its growth), `kl` (the
         mean divergence from the dense model's predictions, in nats), `kl_error`, and
@@ -134,7 +137,7 @@ def measure(
     batches = hf.calibration_batches(tokenizer, calibration, tokens // seqlen, seqlen)
     rows: list[dict[str, Any]] = []
     configs = [replace(config, block=block, targets=TARGETS) for config in candidates]
-    total = len(ONE_BYTE) + len(ratios) * len(candidates)
+    total = len(ONE_BYTE) + len(ratios) * (len(candidates) + len(NARROWED))
     for done, (labels, model) in enumerate(_models(dense, ratios, configs, batches), start=1):
         rows += [{**labels, "text": name, **measured(model, text)} for name, text in known.items()]
         if progress:
@@ -180,6 +183,40 @@ def _models(
                 },
                 model,
             )
+        default = replace(DEFAULT, block=candidates[0].block, targets=TARGETS)
+        for share in NARROWED:
+            model, effective = _narrowed(dense, removed, share, default, batches)
+            method = "pruned" if share == 1 else f"pruned, then {default.method}"
+            labels = {"method": method, "allocation": None, "importance": None, "ratio": ratio}
+            yield {**labels, "effective_ratio": effective, "bytes": 1 - effective}, model
+
+
+def _narrowed(
+    dense: nn.Module, ratio: float, share: float, config: SVDConfig, batches: Sequence[Tensor]
+) -> tuple[nn.Module, float]:
+    """Return the model with a ratio of all its Linears removed, and the exact ratio.
+
+    Args:
+        dense: a Transformers model.
+        ratio: of the parameters of its layers' Linears.
+        share: of these that narrower MLPs are to have.
+        config: what compresses what is left, to the ratio.
+        batches: to calibrate on.
+    """
+    model = copy.deepcopy(dense)
+    whole, mlps = _numbers(model, TARGETS), _numbers(model, "mlp")
+    prune_(model, ratio * share * whole / mlps, batches, config.block)
+    kept = _numbers(model, TARGETS) / whole
+    if kept > 1 - ratio:
+        report = compress_(model, replace(config, ratio=1 - (1 - ratio) / kept), batches)
+        kept *= 1 - report.effective_ratio
+    return model, 1 - kept
+
+
+def _numbers(model: nn.Module, targets: str) -> int:
+    """Return the parameters of the Linears that targets select."""
+    linears = select_targets(model, SVDConfig(targets=targets)).linears
+    return sum(linear.weight.numel() for linear in linears.values())
 
 
 @torch.no_grad()

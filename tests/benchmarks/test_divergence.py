@@ -61,9 +61,21 @@ def test_where_much_is_removed_errors_are_to_be_followed(rows):
     assert of(found, "kfac-drift", 0.6)["kl"] < 0.8 * of(found, "kfac", 0.6)["kl"]
 
 
+@pytest.mark.parametrize(
+    ("method", "ratio"),
+    [("pruned", 0.2), ("pruned, then kfac-drift", 0.2), ("pruned, then kfac-drift", 0.6)],
+)
+def test_narrower_mlps_are_the_stronger_competitor(rows, method, ratio):
+    """They are named beside the default; alone they cannot reach much more than their share."""
+    theirs, ours = of(rows, method, ratio), of(rows, "kfac-drift", ratio)
+    assert theirs["effective_ratio"] >= of(rows, "whiten", ratio)["effective_ratio"] - 1e-9
+    assert theirs["bytes"] == 1 - theirs["effective_ratio"]
+    assert 0 < theirs["kl"] < 0.9 * ours["kl"]
+
+
 def test_rows_say_what_they_are_of(rows):
     assert {tuple(row) for row in rows} == {FIELDS}
-    assert len(rows) == 2 + 2 * 2
+    assert len(rows) == 2 + 2 * (2 + 2)
     for storage in ("int8", "fp8"):
         row = of(rows, f"dense {storage}", 0.0)
         assert row["bytes"] == pytest.approx(0.51, abs=0.02)
