@@ -20,16 +20,14 @@ def test_dense_stands_beside_low_rank_and_its_rivals(run, tmp_path, monkeypatch,
     document = outcome.document()
     assert "warning" not in outcome.err
     rows = {row["model"]: row for row in document["rows"]}
-    low_rank, narrower = ("low rank", "low rank int8", "plain SVD"), ("narrower", "narrower int8")
+    low_rank = ("low rank", "low rank int8", "plain SVD")
+    narrower = ("narrower", "narrower int8")
     assert tuple(rows) == ("dense", "dense int8", *low_rank, *narrower)
     ppl = {name: row["ppl_token"] for name, row in rows.items()}
     size = {name: row["bytes"] for name, row in rows.items()}
     assert ppl["dense"] < ppl["low rank"] < ppl["plain SVD"]
     assert ppl["dense int8"] == pytest.approx(ppl["dense"], rel=0.01)
     assert size["low rank int8"] < size["dense int8"] < size["low rank"] < size["dense"]
-    assert size["narrower int8"] < size["low rank int8"]
-    assert rows["narrower"]["effective_ratio"] > 0.4
-    assert ppl["narrower"] < ppl["low rank"]
     assert size["narrower int8"] < size["low rank int8"]
     assert rows["narrower"]["effective_ratio"] > 0.4
     assert ppl["narrower"] < ppl["low rank"]
@@ -40,7 +38,7 @@ def test_dense_stands_beside_low_rank_and_its_rivals(run, tmp_path, monkeypatch,
     assert document["timed"]["threads"] == 1
 
     names = {"calibration.txt", "held_out.txt", "dense"}
-    made = {f"{name.replace(' ', '-')}-0.4" for name in list(rows)[2:]}
+    made = {f"{name.replace(' ', '-')}-0.4" for name in low_rank}
     assert {path.name for path in out.iterdir()} == names | made
     compared = run("inspect", out / "low-rank-0.4", "--json").document()
     assert compared["bytes"] == size["low rank"]
