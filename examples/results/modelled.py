@@ -127,7 +127,7 @@ def whole() -> str:
     dense = variant(first, "dense")["phases"]
     one_dense = number(dense["decode"]["one_launch"]["time_ms"])
     rows = [["nothing (`dense`)", *(number(dense[p]["time_ms"]) for p in PHASES), *[""] * 5]]
-    rows[0] += [one_dense, ""]
+    rows[0] += [one_dense, "", "", ""]
     for ratio, targets, is_one_byte in WHOLE:
         one = document("whole", whole_command(ratio, targets, is_one_byte))
         own = variant(one, "low_rank")["phases"]
@@ -142,11 +142,22 @@ def whole() -> str:
                 *([ranged(one["speedups"][kind]["decode"]) for kind in kinds] or ["", ""]),
                 number(own["decode"]["one_launch"]["time_ms"]),
                 ranged(one["speedups"]["ours"]["decode"]["one_launch"]),
+                *narrower(one),
             ]
         )
     head = ["compressed", "prefill ms", "decode ms", "prefill", "decode", "as served"]
     head += ["of it one byte alone", "and rank at equal storage"]
-    return table([*head, "one launch, ms", "decode"], rows)
+    head += ["one launch, ms", "decode", *NARROWER]
+    return table(head, rows)
+
+
+NARROWER = ("narrower MLPs instead: decode", "one launch")
+
+
+def narrower(one: Row) -> list[str]:
+    """What MLPs of fewer inner features gain in decode, with as few parameters."""
+    found = one["speedups"].get("width")
+    return [ranged(found["decode"]), ranged(found["decode"]["one_launch"])] if found else ["", ""]
 
 
 _TARGETS = {

@@ -138,7 +138,7 @@ def test_json_and_table_of_a_model(bench_model):
     table = bench_model("--storage", "int8").page()
     lines = [line.split() for line in table.splitlines()]
     assert "modelled" in table.splitlines()[0]
-    names = ["dense", "low", "rank", "dense,", "stored"]
+    names = ["dense", "low", "rank", "dense,", "stored", "narrower"]
     names += ["publ.", "dense", "publ.", "low", "rank"]
     assert ["Prefill", *names] in lines
     assert ["Decode", *names] in lines
@@ -152,6 +152,7 @@ def test_json_and_table_of_a_model(bench_model):
         ("ours", "over dense"),
         ("storage", "storage alone"),
         ("rank", "rank alone"),
+        ("width", "width alone"),
     ):
         found = document["speedups"][name]
         each = [
@@ -188,7 +189,7 @@ def test_a_checkpoint_is_taken_as_it_is(run, small):
 def test_ranks_and_two_cores(bench_model):
     options = ("--tp", "2", "--lnc", "2")
     document = bench_model(*options, "--targets", "all-linear", "--json").document()
-    assert [variant["name"] for variant in document["variants"]] == ["dense", "low_rank"]
+    assert [variant["name"] for variant in document["variants"]] == ["dense", "low_rank", "pruned"]
     assert "--lnc 1 --tp 1" in document["left_out"][-1]
     assert "collectives" in bench_model(*options).page()
 

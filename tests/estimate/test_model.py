@@ -45,14 +45,14 @@ def document(tiny):
 
 def test_document(document, tiny):
     assert document["model"] == "tiny"
-    names = ["dense", "low_rank", "published_dense", "published_low_rank"]
+    names = ["dense", "low_rank", "pruned", "published_dense", "published_low_rank"]
     assert [row["name"] for row in document["variants"]] == names
     wanted = SHORT | {"lnc": 1, "tp": 1, "batch": 1, "ratio": 0.2, "storage": None}
     assert {key: document[key] for key in wanted} == wanted
     told = []
     again = run(tiny, **SHORT, progress=lambda *step: told.append(step))
     assert again == document
-    steps = 4 * 2 * 3  # qkv, output and mlp of both phases
+    steps = 5 * 2 * 3  # qkv, output and mlp of both phases
     assert told == [("model", n, steps) for n in range(1, steps + 1)]
     assert json.loads(json.dumps(document)) == document
 
@@ -99,7 +99,7 @@ def test_totals_follow_from_the_phases(document):
 
 def test_speedups_are_ratios_at_one_end(document):
     rows, found = by_name(document["variants"]), document["speedups"]
-    assert set(found) == {"ours", "published", "ours_over_published"}
+    assert set(found) == {"ours", "width", "published", "ours_over_published"}
 
     def times(row):
         phases = {phase: row["phases"][phase]["times_ms"] for phase in ("prefill", "decode")}
@@ -206,7 +206,8 @@ def test_one_byte_halves_the_weights(tiny, document, storage):
     options = {"storage": storage, "storage_dense": storage, "storage_lm_head": storage}
     found = run(tiny, **SHORT, **options)
     names = [row["name"] for row in found["variants"]]
-    assert names == ["dense", "low_rank", "dense_one_byte", "published_dense", "published_low_rank"]
+    published = ["published_dense", "published_low_rank"]
+    assert names == ["dense", "low_rank", "dense_one_byte", "pruned", *published]
     rows = by_name(found["variants"])
     dtypes = {each["dtype"] for each in rows["low_rank"]["linears"]}
     assert dtypes == {"float8_e4m3fn" if storage == "fp8" else "int8"}
@@ -223,6 +224,32 @@ def test_one_byte_halves_the_weights(tiny, document, storage):
         whole = components(document, variant, "decode")["qkv"]["hbm_bytes"]
         assert 2 * half - whole == LAYERS * (2 * 4 * QKV + 2 * (H + QKV))
     assert set(found["speedups"]) == set(SPEEDUPS)
+
+
+@pytest.mark.parametrize(
+    ("targets", "ratio", "tp", "kept"),
+    [("mlp", 0.2, 1, 384), ("mlp", 0.2, 2, 384), ("all-linear", 0.6, 1, 384)],
+)
+def test_narrower_mlps_have_as_few_parameters_as_low_rank(tiny, targets, ratio, tp, kept):
+    """Whole tiles of inner features, so that no fewer are removed than by the pairs."""
+    options = {"targets": targets, "ratio": ratio, "tp": tp, "storage": "int8"}
+    found = by_name(run(tiny, **SHORT, **options)["variants"])
+    linears = {each["name"]: each for each in found["pruned"]["linears"]}
+    assert {each["r"] for each in linears.values()} == {None}
+    assert [linears[name]["N"] for name in MLP[:2]] == [kept, kept] == [linears[MLP[2]]["K"]] * 2
+    assert linears["down_proj"]["dtype"] == "int8"
+
+    def numbers(name):
+        return sum(
+            each["layers"] * (each["K"] * each["N"] if each["r"] is None else pair(each))
+            for each in found[name]["linears"]
+        )
+
+    def pair(each):
+        return each["r"] * (each["K"] + each["N"])
+
+    wider = LAYERS * 3 * H * 128
+    assert numbers("pruned") <= numbers("low_rank") < numbers("pruned") + wider
 
 
 def test_storage_of_some_linears_leaves_the_others(tiny):
@@ -335,9 +362,11 @@ def refuse(monkeypatch, *kernels):
 def test_a_published_kernel_that_does_not_fit_is_left_out(tiny, monkeypatch):
     refuse(monkeypatch, neuronmm.neuronmm_mlp_up)
     found = run(tiny, **SHORT)
-    assert [row["name"] for row in found["variants"]] == ["dense", "low_rank", "published_dense"]
+    assert [row["name"] for row in found["variants"]] == [
+        *("dense", "low_rank", "pruned", "published_dense")
+    ]
     assert found["left_out"][-1] == "published_low_rank: SBUF is full"
-    assert set(found["speedups"]) == {"ours", "ours_over_published"}
+    assert set(found["speedups"]) == {"ours", "width", "ours_over_published"}
 
 
 def test_a_kernel_of_ours_that_does_not_fit_is_an_error(tiny, monkeypatch):

@@ -29,6 +29,7 @@ _SPEEDUPS = {
     "storage": "dense, stored: storage alone",
     "rank": "low rank over it: rank alone",
     "over_one_byte": "low rank over dense, stored",
+    "width": "narrower, stored: width alone",
 }
 
 

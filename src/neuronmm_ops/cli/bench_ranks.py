@@ -10,6 +10,7 @@ VARIANTS = {
     "dense": "dense",
     "low_rank": "low rank",
     "dense_one_byte": "dense, stored",
+    "pruned": "narrower",
     "published_dense": "publ. dense",
     "published_low_rank": "publ. low rank",
 }
@@ -82,7 +83,8 @@ def show_layouts(document: dict[str, Any]) -> None:
         on = " ".join([f"--{name} {document[name]}" for name in ("target", "lnc", "tp")])
         stdout.print(
             f"These pairs decode at {as_range(decode)} of dense on {document['tp']} ranks; "
-            f"neuronmm compress --budget time {on} buys ranks that pay there."
+            f"neuronmm compress --budget time {on} buys ranks that pay there, neuronmm prune "
+            "narrows MLPs without exchanges."
         )
 
 

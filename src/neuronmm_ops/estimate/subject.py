@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any, NamedTuple
 
 from neuroncore.hardware import resolve_target
@@ -15,6 +16,7 @@ from neuronmm_ops.estimate.memory import check_capacity, memory_of
 from neuronmm_ops.estimate.recorded import Layers, Recorded, described, recorded
 from neuronmm_ops.models import ModelShape, resolve_shape
 from neuronmm_ops.plan.linear import MLP, Linear
+from neuronmm_ops.rank import parameter_count
 from neuronmm_ops.storages import checked, dtype_name
 
 SPEEDUPS = {
@@ -23,11 +25,14 @@ SPEEDUPS = {
     "ours_over_published": ("low_rank", "published_dense"),
     "storage": ("dense_one_byte", "dense"),
     "rank": ("low_rank", "dense_one_byte"),
+    "width": ("pruned", "dense"),
 }
 """The variants that each of the speed-ups compares, the faster one first."""
 OVER_ONE_BYTE = "over_one_byte"
 """In place of `rank`, of a checkpoint without one byte: the dense rival's storage is another."""
 RATIO = 0.2
+TILE = 128
+"""Inner features of `pruned` are a multiple of it: partitions of SBUF."""
 MOST_SEQUENCES = 128
 """Sequences of a batch: a row each in `lm_head` and in decode kernels."""
 
@@ -88,6 +93,7 @@ class _Variant(NamedTuple):
     """One way to run the model, by its name in the document."""
 
     name: str
+    shape: ModelShape
     layers: Layers
     mlp: Mlp = "ours"
 
@@ -113,7 +119,7 @@ def prepared(model: str, options: Options) -> Subject:
     on: dict[str, Any] = {"target": machine.target, "lnc": options.lnc}
     on |= {"tp": options.tp, "batch": options.batch}
     decoders = {
-        v.name: Decoder(whole=shape, **v.layers._asdict(), mlp=v.mlp, **on) for v in variants
+        v.name: Decoder(whole=v.shape, **v.layers._asdict(), mlp=v.mlp, **on) for v in variants
     }
     dense = decoders["dense"]
     check_capacity(dense, memory_of(dense, options.prompt, options.new))
@@ -204,21 +210,41 @@ def _uniform(shape: ModelShape, options: Options) -> tuple[list[_Variant], list[
             " of 128; use a greater ratio or a wider model"
         )
     dense = _alike(shape, linears(shape))
-    found = [_Variant("dense", dense), _Variant("low_rank", _alike(shape, compressed))]
+    found = [
+        _Variant("dense", shape, dense),
+        _Variant("low_rank", shape, _alike(shape, compressed)),
+    ]
     if any(stored):
         one_byte = _alike(shape, linears(shape, selected, *stored))
-        found.append(_Variant("dense_one_byte", one_byte))
+        found.append(_Variant("dense_one_byte", shape, one_byte))
+    left_out: list[str] = []
+    narrow = _narrower(shape, compressed, options.tp)
+    if narrow is None:
+        left_out.append("pruned: the MLPs have fewer parameters than low rank removes")
+    else:
+        same = _alike(narrow, linears(narrow, selected, *stored))
+        found.append(_Variant("pruned", narrow, same))
     if options.lnc > 1 or options.tp > 1:
-        return found, [
+        left_out.append(
             "published_dense and published_low_rank: their kernels know one core; --lnc 1 --tp 1"
-        ]
-    found.append(_Variant("published_dense", dense, "published"))
+        )
+        return found, left_out
+    found.append(_Variant("published_dense", shape, dense, "published"))
     low = linears(shape, MLP, ratio=ratio)
     if low["down_proj"].r is None:
-        return found, [f"published_low_rank: the MLP stays dense at ratio {ratio}"]
-    return [*found, _Variant("published_low_rank", _alike(shape, low), "published")], [
-        "the transposes of weights and activations that the published code asks for"
-    ]
+        return found, [*left_out, f"published_low_rank: the MLP stays dense at ratio {ratio}"]
+    found.append(_Variant("published_low_rank", shape, _alike(shape, low), "published"))
+    left_out.append("the transposes of weights and activations that the published code asks for")
+    return found, left_out
+
+
+def _narrower(shape: ModelShape, compressed: Mapping[str, Linear], tp: int) -> ModelShape | None:
+    """The model with MLPs of fewer inner features, so that no fewer parameters are removed."""
+    pairs = [each for each in compressed.values() if each.r is not None]
+    removed = sum([each.K * each.N - parameter_count(each.K, each.N, each.r) for each in pairs])
+    step = lcm(TILE, tp)  # whole tiles, and equal parts of the ranks
+    blocks = (shape.intermediate_size - removed / (len(MLP) * shape.hidden_size)) // step
+    return None if blocks < 1 else replace(shape, intermediate_size=int(blocks) * step)
 
 
 def _of_checkpoint(shape: ModelShape, found: Recorded) -> tuple[list[_Variant], list[str]]:
@@ -228,9 +254,9 @@ def _of_checkpoint(shape: ModelShape, found: Recorded) -> tuple[list[_Variant], 
     if any(each.compute != "x" for each in found.report.layers):
         left_out.append("activations in fp8, which the checkpoint permits")
     return [
-        _Variant("dense", dense),
-        _Variant("low_rank", found.own),
-        _Variant("dense_one_byte", found.rival),
+        _Variant("dense", shape, dense),
+        _Variant("low_rank", shape, found.own),
+        _Variant("dense_one_byte", shape, found.rival),
     ], left_out
 
 
