@@ -137,7 +137,7 @@ def measure(
     batches = hf.calibration_batches(tokenizer, calibration, tokens // seqlen, seqlen)
     rows: list[dict[str, Any]] = []
     configs = [replace(config, block=block, targets=TARGETS) for config in candidates]
-    total = len(ONE_BYTE) + len(ratios) * (len(candidates) + len(NARROWED))
+    total = len(ONE_BYTE) + len(ratios) * (len(candidates) + len(NARROWED))  # at most
     for done, (labels, model) in enumerate(_models(dense, ratios, configs, batches), start=1):
         rows += [{**labels, "text": name, **measured(model, text)} for name, text in known.items()]
         if progress:
@@ -185,6 +185,8 @@ def _models(
             )
         default = replace(DEFAULT, block=candidates[0].block, targets=TARGETS)
         for share in NARROWED:
+            if removed * share * _numbers(dense, TARGETS) >= _numbers(dense, "mlp"):
+                continue  # the MLPs have not so many
             model, effective = _narrowed(dense, removed, share, default, batches)
             method = "pruned" if share == 1 else f"pruned, then {default.method}"
             labels = {"method": method, "allocation": None, "importance": None, "ratio": ratio}

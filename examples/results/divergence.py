@@ -43,14 +43,16 @@ def _blocks(trial: str, text: str, rows: list[Row]) -> list[str]:
         table(
             ["method", *(f"{ratio:g} ({removed[ratio]:.3f} removed)" for ratio in ratios)],
             [
-                [label, *(_cell(of[label, ratio]) for ratio in ratios)]
+                [label, *(_cell(of.get((label, ratio))) for ratio in ratios)]
                 for label in dict.fromkeys(map(method_label, rows))
             ],
         ),
     ]
 
 
-def _cell(row: Row) -> str:
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
     return f"{_nats(row)}, {row['kl_quotient']:.2f}x, {_growth(row)}"
 
 
