@@ -64,6 +64,8 @@ def method_label(row: Row) -> str:
         return "default"
     if row["allocation"] == "uniform":
         return f"{row['method']}, uniform"
+    if row["allocation"] is None:  # narrower MLPs have no ranks
+        return row["method"]
     return f"{row['method']}, greedy" + (f" by {row['importance']}" if row["importance"] else "")
 
 

@@ -30,7 +30,7 @@ from kernels.cases import (
 from neuroncore import Profile, TensorSpec, dtypes, simulate
 from neuroncore.hardware import TRN1, TRN2, TRN3
 from neuroncore.timing.trace import InstructionTemplate
-from neuronmm_ops.kernels.stages import tiling
+from neuronmm_ops.kernels.stages import decode_tiling, tiling
 from neuronmm_ops.kernels.xw.decode import xw_decode
 from neuronmm_ops.plan import Problem, mlp_matrices, plan_problem
 from neuronmm_ops.plan.search import knobs_of
@@ -180,12 +180,12 @@ MACHINES = st.sampled_from((TRN1, TRN2, TRN3))
 
 @given(st.integers(1, 9000), TOKENS, MACHINES, st.sampled_from((32, 128)), st.sampled_from((2, 4)))
 def test_sums_are_cut_without_overlap(size, M, machine, unit, itemsize):
-    step = tiling.matmul_columns(M, machine.moving_max)
-    sums = tiling.SumTiling(size, M, machine.pe_tile, unit, step)
+    step = decode_tiling.matmul_columns(M, machine.moving_max)
+    sums = decode_tiling.SumTiling(size, M, machine.pe_tile, unit, step)
     assert sums.partitions <= 128
     whole = tiling.Span(0, size)
 
-    def columns(parts: list[tiling.GroupSpan]) -> list[int]:
+    def columns(parts: list[decode_tiling.GroupSpan]) -> list[int]:
         starts = [sums.groups[part.group].start + part.start for part in parts]
         return [c for a, part in zip(starts, parts, strict=True) for c in range(a, a + part.size)]
 
@@ -205,7 +205,7 @@ def test_sums_are_cut_without_overlap(size, M, machine, unit, itemsize):
 )  # fmt: skip
 def test_few_columns_are_in_fewer_groups(unit, size, widths):
     """All groups' matmuls are issued while one streams its columns at half the rate."""
-    sums = tiling.SumTiling(size, 1, TRN2.pe_tile, unit, 512)
+    sums = decode_tiling.SumTiling(size, 1, TRN2.pe_tile, unit, 512)
     assert [group.size for group in sums.groups] == widths
     assert sums.group_partitions == 32
 
@@ -223,7 +223,7 @@ def test_two_cores_share_columns(size, ahead):
 
 @given(st.integers(0, 60), st.integers(2, 9000), st.sampled_from((512, 4096, 16384)), st.booleans())
 def test_loads_follow_one_another(tiles, row_bytes, tile_bytes, first):
-    loads = tiling.Loads(tile_bytes)
+    loads = decode_tiling.Loads(tile_bytes)
     for last in (False, True):
         found = loads.tiles(tiles, row_bytes, first, last)
         starts = [0, *[s.start + s.size for s in found]]
@@ -231,22 +231,22 @@ def test_loads_follow_one_another(tiles, row_bytes, tile_bytes, first):
         assert starts[-1] == tiles
         assert all(s.size == 1 or s.size * row_bytes <= tile_bytes for s in found)
         for s in found[:1] * first + found[-1:] * last:
-            assert s.size == 1 or s.size * row_bytes <= tiling.EDGE_TILE_BYTES
+            assert s.size == 1 or s.size * row_bytes <= decode_tiling.EDGE_TILE_BYTES
 
 
 @given(st.integers(0, 99), st.lists(st.integers(1, 20), max_size=9), st.integers(1, 9))
 def test_dma_casts_one_k_tile_of_every_few(seen, loads, every):
     counts: list[int] = []
     for tiles in loads:
-        counts.append(tiling.cast_by_dma(seen, tiles, every))
+        counts.append(decode_tiling.cast_by_dma(seen, tiles, every))
         assert counts[-1] == len([n for n in range(seen, seen + tiles) if n % every == 0])
-        assert tiling.cast_by_dma(seen, tiles, 0) == 0
+        assert decode_tiling.cast_by_dma(seen, tiles, 0) == 0
         seen += tiles
 
 
 @given(st.integers(1, 9000), MACHINES)
 def test_engines_share_casts(columns, machine):
-    shares = tiling.cast_shares(columns, machine.casting_mhz)
+    shares = decode_tiling.cast_shares(columns, machine.casting_mhz)
     assert [c for s in shares for c in range(s.start, s.start + s.size)] == list(range(columns))
     assert len(shares) <= (2 if machine is TRN1 else 3)
 
@@ -256,7 +256,7 @@ def test_engines_share_casts(columns, machine):
     st.sampled_from((1024, 3072)),
 )  # fmt: skip
 def test_last_loads_get_smaller(tiles, row_bytes, tile_bytes, least):
-    loads = tiling.Loads(tile_bytes)
+    loads = decode_tiling.Loads(tile_bytes)
     usual = loads.tiles(tiles, row_bytes, False, False)
     found = loads.tiles(tiles, row_bytes, False, False, least)
     assert [s.start for s in found] == [sum([t.size for t in found[:n]]) for n in range(len(found))]
@@ -269,14 +269,14 @@ def test_last_loads_get_smaller(tiles, row_bytes, tile_bytes, least):
 def test_only_the_ends_of_a_launch_have_short_loads(tiles, row_bytes, tile_bytes, opens):
     """Of its first stage the last loads are as any, of its last the first."""
 
-    def cut(loads: tiling.Loads, first: bool, last: bool) -> list[tuple[int, int]]:
+    def cut(loads: decode_tiling.Loads, first: bool, last: bool) -> list[tuple[int, int]]:
         found = loads.tiles(tiles, row_bytes, first, last, 1024)
         return [(s.start, s.size) for s in found]
 
-    alone, between = tiling.Loads(tile_bytes), tiling.Loads(tile_bytes, False, False)
+    alone, between = decode_tiling.Loads(tile_bytes), decode_tiling.Loads(tile_bytes, False, False)
     usual = [(s.start, s.size) for s in alone.tiles(tiles, row_bytes, False, False)]
     assert cut(between, True, True) == usual
-    end = tiling.Loads(tile_bytes, opens, not opens)
+    end = decode_tiling.Loads(tile_bytes, opens, not opens)
     assert cut(end, not opens, opens) == usual
     own = alone.tiles(tiles, row_bytes, opens, not opens)
     assert cut(end, True, True) == [(s.start, s.size) for s in own]
@@ -285,7 +285,7 @@ def test_only_the_ends_of_a_launch_have_short_loads(tiles, row_bytes, tile_bytes
 @pytest.mark.parametrize("M", [1, 32, 33, 64, 65, 128])
 def test_transposes_on_trn1(M):
     """TensorE writes fp32 there, and reads from partitions 0 and 64 only."""
-    assert 128 // tiling.column_groups(M, TRN1.pe_tile) >= 64
+    assert 128 // decode_tiling.column_groups(M, TRN1.pe_tile) >= 64
     problem = Problem("xuv", M, ((600, 300), (300, 200)), "bfloat16", "trn1")
     records = traced(plan_problem(problem)).schedule.cores[0].trace.records
     into = [storages[0] for form, storages, _, _ in records if form.opcode == "nc_transpose"]

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from neuroncore.hardware import DMA_SATURATED_BYTES, PARTITIONS, PSUM_BANKS, Engine
+from neuronmm_ops.kernels.stages.decode_tiling import EDGE_TILE_BYTES, SUM_BANKS, column_groups
 from neuronmm_ops.kernels.stages.tiling import (
     BANK_COLUMNS,
     DOUBLED_BANKS,
     DOUBLED_FEATURES,
-    EDGE_TILE_BYTES,
     HIDDEN_TILES,
     OUTPUT_UNIT,
-    SUM_BANKS,
-    column_groups,
     core_span,
     tiles_in,
 )

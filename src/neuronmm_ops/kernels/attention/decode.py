@@ -243,8 +243,9 @@ def attend(
     for u in range(len(units)):
         if u == len(made):
             made.extend(new_tokens(heads, units, u))
+            visible = attending.visible_to(made[u])
             for _ in range(len(made) - u):
-                seen.append(attending.visible_to(made[u]))
+                seen.append(visible)
         caches = Caches(k_cache, v_cache, units[u], reach)
         blocks = cache_blocks(tokens, made[u].groups, 0 if tokens.start > 0 else shape.new)
         parts = parts_of(blocks, SCORES)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from neuronmm_ops.kernels.attention.units import Shape, Unit
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import evict
+from neuronmm_ops.kernels.stages.decode_tiling import column_groups
 from neuronmm_ops.kernels.stages.facts import facts, transposed_dtype
-from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, column_groups, spans, tiles_in
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, spans, tiles_in
 
 
 class HeadNorm(nl.NKIObject):

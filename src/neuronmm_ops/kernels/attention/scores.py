@@ -8,8 +8,9 @@ from neuronmm_ops.kernels.attention.units import CacheBlock
 from neuronmm_ops.kernels.attention.visible import LOWEST, Seen
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import evict, itemsize
+from neuronmm_ops.kernels.stages.decode_tiling import transposes_in_bank
 from neuronmm_ops.kernels.stages.facts import transposed_dtype
-from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, PARTITIONS, spans, transposes_in_bank
+from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, PARTITIONS, spans
 
 LOAD_BYTES = 512 * 1024
 """Of a load at least, where the cache has so many: a queue starts one each 830 ns."""

@@ -10,9 +10,10 @@ from neuronmm_ops.kernels.attention.heads import HeadNorm, NewHeads, values_of
 from neuronmm_ops.kernels.attention.parts import meet
 from neuronmm_ops.kernels.attention.units import QUADRANT, Shape, halves, shares_tokens
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
+from neuronmm_ops.kernels.stages.decode_tiling import ColumnTile
 from neuronmm_ops.kernels.stages.outputs import ToHbm
 from neuronmm_ops.kernels.stages.stationary import TurnedSums, rounded_turned
-from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, ColumnTile, Span
+from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, Span
 
 
 class TurnedRotation(nl.NKIObject):

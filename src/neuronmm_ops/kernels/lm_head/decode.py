@@ -6,21 +6,18 @@ from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import chunks_of
 from neuronmm_ops.kernels.stages.decode import contract, own_columns
-from neuronmm_ops.kernels.stages.facts import facts
-from neuronmm_ops.kernels.stages.sums import Sums
-from neuronmm_ops.kernels.stages.tiling import (
-    OUTPUT_UNIT,
-    PARTITIONS,
+from neuronmm_ops.kernels.stages.decode_tiling import (
     SEARCHED,
     GroupSpan,
     Loads,
-    Span,
     SumTiling,
-    check_pair,
     column_groups,
     lanes_of,
     output_blocks,
 )
+from neuronmm_ops.kernels.stages.facts import facts
+from neuronmm_ops.kernels.stages.sums import Sums
+from neuronmm_ops.kernels.stages.tiling import OUTPUT_UNIT, PARTITIONS, Span, check_pair
 from neuronmm_ops.kernels.stages.weights import DecodeWeight, rows_of
 
 LOWEST = -3.4028234663852886e38

@@ -7,18 +7,11 @@ from neuronmm_ops.kernels.mlp.prefill import check_matrices
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import Chunk, chunks_of
 from neuronmm_ops.kernels.stages.decode import ahead, own
+from neuronmm_ops.kernels.stages.decode_tiling import Loads, output_blocks, turned_tiles
 from neuronmm_ops.kernels.stages.linears import LinearKnobs, MlpKnobs
 from neuronmm_ops.kernels.stages.outputs import Kept, ToHbm, write_block, write_turned
 from neuronmm_ops.kernels.stages.stationary import Turned, turned
-from neuronmm_ops.kernels.stages.tiling import (
-    PARTITIONS,
-    Loads,
-    Span,
-    core_span,
-    output_blocks,
-    spans,
-    turned_tiles,
-)
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, core_span, spans
 from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for
 from neuronmm_ops.kernels.svd_mlp.decode import gated, gated_turned
 from neuronmm_ops.kernels.svd_mlp.prefill import load_table

@@ -9,12 +9,7 @@ from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
 from neuronmm_ops.kernels.stages.hidden import Hidden
 from neuronmm_ops.kernels.stages.operands import TiledOperand, Tiles, Weight
 from neuronmm_ops.kernels.stages.prefill import TokenBlocks, keep_scales, write_rows
-from neuronmm_ops.kernels.stages.tiling import (
-    HIDDEN_TILES,
-    PARTITIONS,
-    Span,
-    check_pair,
-)
+from neuronmm_ops.kernels.stages.tiling import HIDDEN_TILES, PARTITIONS, Span, check_pair
 from neuronmm_ops.kernels.stages.weights import rows_of
 from neuronmm_ops.kernels.svd_mlp.prefill import gated, load_table
 

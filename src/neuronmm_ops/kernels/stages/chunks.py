@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
+from neuronmm_ops.kernels.stages.decode_tiling import column_groups, transposes_in_bank
 from neuronmm_ops.kernels.stages.facts import facts, transposed_dtype
-from neuronmm_ops.kernels.stages.tiling import (
-    PARTITIONS,
-    KPart,
-    Span,
-    chunk_parts,
-    column_groups,
-    spans,
-    transposes_in_bank,
-)
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, KPart, Span, chunk_parts, spans
 
 
 class Stack(nl.NKIObject):

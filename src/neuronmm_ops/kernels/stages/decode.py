@@ -11,8 +11,9 @@ from __future__ import annotations
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nl
 from neuronmm_ops.kernels.stages.chunks import Chunk
+from neuronmm_ops.kernels.stages.decode_tiling import Loads
 from neuronmm_ops.kernels.stages.sums import Product, Sums
-from neuronmm_ops.kernels.stages.tiling import Loads, Span, core_columns, core_span, spans
+from neuronmm_ops.kernels.stages.tiling import Span, core_columns, core_span, spans
 from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
 

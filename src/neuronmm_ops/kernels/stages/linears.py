@@ -7,9 +7,9 @@ from typing import Any
 from neuronmm_ops.kernels.shim import NkiTensor, nl
 from neuronmm_ops.kernels.stages.chunks import Chunk
 from neuronmm_ops.kernels.stages.decode import again, project
+from neuronmm_ops.kernels.stages.decode_tiling import Loads, output_blocks
 from neuronmm_ops.kernels.stages.outputs import write_block, write_turned
 from neuronmm_ops.kernels.stages.stationary import Turned, project_turned, turned
-from neuronmm_ops.kernels.stages.tiling import Loads, output_blocks
 from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
 

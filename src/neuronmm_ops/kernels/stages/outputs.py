@@ -8,6 +8,7 @@ from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import Chunk, KChunk
 from neuronmm_ops.kernels.stages.decode import contract, own_columns
+from neuronmm_ops.kernels.stages.decode_tiling import ColumnTile, Loads, output_tiles
 from neuronmm_ops.kernels.stages.stationary import (
     Turned,
     TurnedSums,
@@ -17,14 +18,7 @@ from neuronmm_ops.kernels.stages.stationary import (
     store_turned,
 )
 from neuronmm_ops.kernels.stages.sums import Sums
-from neuronmm_ops.kernels.stages.tiling import (
-    OUTPUT_UNIT,
-    ColumnTile,
-    Loads,
-    Span,
-    chunk_parts,
-    output_tiles,
-)
+from neuronmm_ops.kernels.stages.tiling import OUTPUT_UNIT, Span, chunk_parts
 from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
 

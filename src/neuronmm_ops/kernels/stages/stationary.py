@@ -10,17 +10,9 @@ from __future__ import annotations
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import Chunk, evict, itemsize
+from neuronmm_ops.kernels.stages.decode_tiling import ColumnTile, Loads, turned_tiles, waited_bytes
 from neuronmm_ops.kernels.stages.facts import facts, transposed_dtype
-from neuronmm_ops.kernels.stages.tiling import (
-    BANK_COLUMNS,
-    PARTITIONS,
-    ColumnTile,
-    Loads,
-    Span,
-    spans,
-    turned_tiles,
-    waited_bytes,
-)
+from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, PARTITIONS, Span, spans
 from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
 

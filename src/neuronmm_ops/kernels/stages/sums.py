@@ -12,21 +12,18 @@ from typing import Any
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
 from neuronmm_ops.kernels.stages.chunks import Chunk, KChunk, Stack, evict, itemsize
-from neuronmm_ops.kernels.stages.facts import facts
-from neuronmm_ops.kernels.stages.tiling import (
-    BANK_COLUMNS,
-    PARTITIONS,
+from neuronmm_ops.kernels.stages.decode_tiling import (
     SHUFFLED,
     GroupSpan,
     Loads,
-    Span,
     SumTiling,
     groups_in_store,
     lanes_of,
     matmul_columns,
-    spans,
     waited_bytes,
 )
+from neuronmm_ops.kernels.stages.facts import facts
+from neuronmm_ops.kernels.stages.tiling import BANK_COLUMNS, PARTITIONS, Span, spans
 from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
 SENT_BYTES = 96 * 1024

@@ -6,15 +6,10 @@ from typing import Any
 
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, nisa, nl
+from neuronmm_ops.kernels.stages.decode_tiling import cast_by_dma, cast_shares, lanes_of
 from neuronmm_ops.kernels.stages.facts import facts
 from neuronmm_ops.kernels.stages.half_bytes import HalfBytes
-from neuronmm_ops.kernels.stages.tiling import (
-    Span,
-    cast_by_dma,
-    cast_shares,
-    lanes_of,
-    tiles_in,
-)
+from neuronmm_ops.kernels.stages.tiling import Span, tiles_in
 from neuronmm_ops.storages import STORAGES
 
 STORED = tuple([

@@ -11,6 +11,7 @@ from neuronmm_ops.kernels.stages.decode import (
     own,
     project,
 )
+from neuronmm_ops.kernels.stages.decode_tiling import Loads, output_blocks, turned_tiles
 from neuronmm_ops.kernels.stages.linears import LinearKnobs, MlpKnobs
 from neuronmm_ops.kernels.stages.outputs import Kept, ToHbm, write_block, write_turned
 from neuronmm_ops.kernels.stages.stationary import (
@@ -22,14 +23,7 @@ from neuronmm_ops.kernels.stages.stationary import (
     turned,
 )
 from neuronmm_ops.kernels.stages.sums import Sums
-from neuronmm_ops.kernels.stages.tiling import (
-    PARTITIONS,
-    Loads,
-    Span,
-    output_blocks,
-    spans,
-    turned_tiles,
-)
+from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, spans
 from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for
 from neuronmm_ops.kernels.svd_mlp.prefill import check_factors, function_of, load_table
 
