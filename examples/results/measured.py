@@ -47,7 +47,9 @@ def quality() -> list[str]:
         "## Quality against bytes",
         "Measured: the demo's model (`make demo`), MLPs compressed, no training afterwards. "
         "*Excess* is the logarithm of the perplexity minus that of the dense model. A model "
-        "trained for minutes leaves much of its MLPs unused; real models have larger excesses.",
+        "trained for minutes leaves much of its MLPs unused; real models have larger excesses. "
+        "**Narrower MLPs** (`neuronmm prune`) lose less than all of these methods: [at equal "
+        "parameters](gallery/divergence.md).",
         image("results-quality.svg", "excess log-perplexity against bytes, by method and storage"),
         "Excess by method and nominal ratio; ranks are whole blocks, so effective ratios differ:",
         methods_table,

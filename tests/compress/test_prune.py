@@ -7,12 +7,13 @@ import pytest
 import torch
 from compress.toys import causal_lm, token_batches
 from hf.families import tiny_family
+from hf.multimodal import MULTIMODAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_ids, tiny_model
 from transformers import AutoModelForCausalLM
 
-from neuronmm_ops import NonFiniteError, SVDConfig, compress_, prune_
+from neuronmm_ops import CalibrationWarning, NonFiniteError, SVDConfig, compress_, prune_
 from neuronmm_ops.compress.prune import RIDGE, kept_features
 
 pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
@@ -104,7 +105,9 @@ def test_what_stays_is_refitted_by_least_squares_and_the_loss_is_measured():
     assert pruned.losses["model.layers.0.mlp.down_proj"] == pytest.approx(relative, rel=1e-2)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3", "phi", "mistral", "gemma2"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen3", "phi3", "phi", "gemma2", "nemotron", "starcoder2", "gpt_neox"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_families(kind, dtype):
     model = tiny_family(kind, dtype)
@@ -122,6 +125,12 @@ def test_families(kind, dtype):
     torch.testing.assert_close(again.eval()(tiny_ids()).logits.float(), found)
 
 
+def test_too_little_text_is_warned_of():
+    with pytest.warns(CalibrationWarning, match="has 128 tokens, fewer than 10\\*K = 1760 of") as w:
+        prune_(tiny_model(), 0.25, BATCHES[:1], block=8)
+    assert w[0].filename == __file__
+
+
 def test_a_narrower_model_is_compressed_as_any_other():
     model = tiny_model()
     prune_(model, 0.25, BATCHES, block=8)
@@ -134,9 +143,24 @@ def test_a_narrower_model_is_compressed_as_any_other():
 def test_other_mlps_are_refused(kind):
     model = tiny_family(kind)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match="every MLP must be of dense Linears as Llama's"):
+    with pytest.raises(ValueError, match=r"must be of dense nn\.Linears as wide as the config"):
         prune_(model, 0.2, BATCHES, block=8)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llava", "qwen2_5_vl"])
+def test_what_reads_images_keeps_its_width(kind):
+    model = MULTIMODAL[kind]()
+    before = {name: p.shape for name, p in model.named_parameters() if "language" not in name}
+    pruned = prune_(model, 0.25, BATCHES, block=8)
+    assert model.config.get_text_config().intermediate_size == pruned.kept == 128
+    after = {name: p.shape for name, p in model.named_parameters() if "language" not in name}
+    assert before == after
+
+
+def test_mlps_that_text_does_not_pass_are_named():
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp is an MLP that text does not pass"):
+        prune_(MULTIMODAL["mllama"](), 0.25, BATCHES, block=8)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0, -0.5, float("nan")])

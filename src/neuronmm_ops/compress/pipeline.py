@@ -323,7 +323,7 @@ def warn_if_few(tokens: int, linears: Mapping[str, DenseLinear], stacklevel: int
     if tokens < needed:
         warnings.warn(
             f"calibration has {tokens} tokens, fewer than {TOKENS_PER_FEATURE}*K = {needed} of "
-            f"{name}; the factors may fit noise, use more text",
+            f"{name}; the result may fit noise, use more text",
             CalibrationWarning,
             stacklevel=stacklevel,
         )

@@ -14,13 +14,18 @@ from torch import Tensor, nn
 
 from neuronmm_ops.compress.batches import Batch
 from neuronmm_ops.compress.calibrate import Progress, collect_moments
-from neuronmm_ops.compress.targets import text_decoder
+from neuronmm_ops.compress.pipeline import warn_if_few
+from neuronmm_ops.compress.targets import text_decoder, text_modules
 from neuronmm_ops.errors import NonFiniteError
+from neuronmm_ops.nn.dense_linear import DenseLinear
 
 _LAYOUTS = (
     (("gate_proj", "up_proj"), "down_proj"),  # Llama
     (("gate_up_proj",), "down_proj"),  # Phi-3
+    (("up_proj",), "down_proj"),  # Nemotron
     (("fc1",), "fc2"),  # Phi
+    (("c_fc",), "c_proj"),  # Starcoder 2
+    (("dense_h_to_4h",), "dense_4h_to_h"),  # GPT-NeoX
 )
 """Linears that make the inner features, and the one that reads them."""
 RIDGE = 1e-4
@@ -65,19 +70,19 @@ def prune_(
     last MLP's features are chosen, so an error leaves the model as it was.
 
     Args:
-        model: dense, with MLPs as Llama's, Phi-3's or Phi's and their `intermediate_size` in its
-            config.
+        model: dense, with an MLP of `nn.Linear`s in each layer, gated or not, and their
+            `intermediate_size` in its config.
         ratio: of each MLP's parameters to remove, at least.
         calibration: as `collect_moments` takes it.
         block: what is kept is a multiple of it.
         progress: called with (stage, done, total); stages are calibrate and prune.
 
     Returns:
-        The widths, and each MLP's loss.
+        The widths, and each MLP's loss. A `CalibrationWarning` says that the text is short.
 
     Raises:
         ValueError: the ratio leaves nothing or removes nothing, or the model has MLPs of another
-            kind, of different widths, or none.
+            kind, of different widths, or that text does not pass, or none.
         NonFiniteError: an activation or a weight is NaN or Inf; names the Linear.
     """
     mlps = _mlps(model)
@@ -87,6 +92,9 @@ def prune_(
     losses: dict[str, float] = {}
     moments = collect_moments(model, dict.fromkeys(mlps, "input"), calibration, progress)
     for name, moment in moments:
+        if not found:
+            downs = {down: DenseLinear(mlp.down) for down, mlp in mlps.items()}
+            warn_if_few(moment.tokens, downs, stacklevel=4)  # no_grad's wrapper is one
         weight = mlps[name].down.weight
         columns = kept_features(weight, moment.matrix, kept)
         narrow, losses[name] = _refitted(weight, moment.matrix, columns)
@@ -104,16 +112,22 @@ def prune_(
 
 
 def _mlps(model: nn.Module) -> dict[str, _MLP]:
-    """The MLPs that text passes, by the name of the Linear that reads their inner features."""
-    read = set(text_decoder(model).modules())
+    """The MLPs of the text decoder, by the name of the Linear that reads their inner features."""
+    decoder, read = set(text_decoder(model).modules()), text_modules(model)
     found: dict[str, _MLP] = {}
     for name, module in model.named_modules():
-        children = dict(module.named_children())
-        for names, last in _LAYOUTS if module in read else ():
-            linears = [children.get(child) for child in (*names, last)]
-            if all(type(linear) is nn.Linear for linear in linears):
-                *into, down = cast("list[nn.Linear]", linears)
-                found[f"{name}.{last}"] = _MLP(tuple(into), down)
+        if module not in decoder:
+            continue
+        linears = {n: child for n, child in module.named_children() if hasattr(child, "weight")}
+        for names, last in _LAYOUTS:
+            if set(linears) != {*names, last}:
+                continue
+            if not all(type(linear) is nn.Linear for linear in linears.values()):
+                continue
+            if module not in read:
+                raise ValueError(f"{name} is an MLP that text does not pass; compress the model")
+            *into, down = cast("list[nn.Linear]", [linears[child] for child in (*names, last)])
+            found[f"{name}.{last}"] = _MLP(tuple(into), down)
     return found
 
 
@@ -123,9 +137,8 @@ def _inner(model: nn.Module, mlps: Mapping[str, _MLP]) -> int:
     widths = sorted({mlp.down.in_features for mlp in mlps.values()})
     if not isinstance(inner, int) or widths != [inner]:
         raise ValueError(
-            f"every MLP must be of dense Linears as Llama's, Phi-3's or Phi's, as wide as the "
-            f"config's intermediate_size, {inner}; {type(model).__name__} has {len(mlps)} of "
-            f"widths {widths}; compress it instead"
+            f"every MLP must be of dense nn.Linears as wide as the config's intermediate_size, "
+            f"{inner}; {type(model).__name__} has {len(mlps)} of widths {widths}; compress it"
         )
     return inner
 

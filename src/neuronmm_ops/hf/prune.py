@@ -57,7 +57,8 @@ def prune(
         CheckpointError: the model cannot be loaded.
         FileExistsError: the output exists.
         OSError: it cannot be written.
-        ValueError: an argument is out of range, or the model is compressed or has other MLPs.
+        ValueError: an argument is out of range, the model is compressed, or `prune_` refuses its
+            MLPs.
         NonFiniteError: a weight or an activation is NaN or Inf.
     """
     place, target, source = check_device(device), Path(output), local_directory(model)
