@@ -142,22 +142,14 @@ def whole() -> str:
                 *([ranged(one["speedups"][kind]["decode"]) for kind in kinds] or ["", ""]),
                 number(own["decode"]["one_launch"]["time_ms"]),
                 ranged(one["speedups"]["ours"]["decode"]["one_launch"]),
-                *narrower(one),
+                ranged(one["speedups"]["width"]["decode"]),
+                ranged(one["speedups"]["width"]["decode"]["one_launch"]),
             ]
         )
     head = ["compressed", "prefill ms", "decode ms", "prefill", "decode", "as served"]
     head += ["of it one byte alone", "and rank at equal storage"]
-    head += ["one launch, ms", "decode", *NARROWER]
+    head += ["one launch, ms", "decode", "narrower MLPs instead: decode", "one launch"]
     return table(head, rows)
-
-
-NARROWER = ("narrower MLPs instead: decode", "one launch")
-
-
-def narrower(one: Row) -> list[str]:
-    """What MLPs of fewer inner features gain in decode, with as few parameters."""
-    found = one["speedups"].get("width")
-    return [ranged(found["decode"]), ranged(found["decode"]["one_launch"])] if found else ["", ""]
 
 
 _TARGETS = {

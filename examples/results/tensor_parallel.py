@@ -1,6 +1,5 @@
 """Tables of tensor parallelism: what ranks send and hold, and what low rank gains on them."""
 
-from modelled import NARROWER, narrower
 from selection import Row, document, gain_as_served, variant
 from sources import DIVIDED, DIVIDED_MODELS, divided_command
 from writing import number, ranged, table
@@ -101,10 +100,7 @@ def speedups() -> str:
                 document("tensor_parallel", divided_command(name, ratio, stored)) or []
             )
             start = [name, f"{ratio:g}", stored]
-            rows += [
-                [*start, str(one["tp"]), *_gains(one), *_dense(one), *narrower(one)]
-                for one in documents
-            ]
+            rows += [[*start, str(one["tp"]), *_gains(one), *_dense(one)] for one in documents]
     head = (
         "model",
         "ratio",
@@ -119,7 +115,6 @@ def speedups() -> str:
         "slow links",
         "dense fp8: decode",
         "one launch",
-        *NARROWER,
     )
     return table(head, rows) if rows else ""
 
