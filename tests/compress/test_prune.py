@@ -79,6 +79,15 @@ def test_those_kept_of_fewer_are_among_those_kept_of_more(seed):
     assert all(few < more for few, more in pairwise(kept))
 
 
+def test_the_weight_and_its_moment_are_left_as_they_were():
+    x, weight = problem(0)
+    moment = x.T @ x
+    given = weight.clone(), moment.clone()
+    kept_features(weight, moment, 4)
+    assert torch.equal(weight, given[0])
+    assert torch.equal(moment, given[1])
+
+
 @torch.no_grad()
 def test_what_stays_is_refitted_by_least_squares_and_the_loss_is_measured():
     model = causal_lm()

@@ -198,8 +198,8 @@ def kept_features(weight: Tensor, moment: Tensor, kept: int) -> Tensor:
         Their numbers `[kept]`, in order, on the moment's device.
     """
     inner = len(moment)
-    inverse = torch.linalg.inv(_ridged(moment))
-    left = weight.double().to(moment.device)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(_ridged(moment)))
+    left = weight.to(moment, copy=True)
     stays = torch.ones(inner, dtype=torch.bool, device=moment.device)
     while (over := int(stays.sum()) - kept) > 0:
         costs = left.square().sum(0) / inverse.diagonal()
@@ -207,8 +207,8 @@ def kept_features(weight: Tensor, moment: Tensor, kept: int) -> Tensor:
         goes = costs.argsort()[: min(over, -(-inner // SWEEPS))]
         # what goes is projected out of the others; a row of zeros stays one
         share = torch.linalg.solve(inverse[goes][:, goes], inverse[goes])
-        left -= left[:, goes] @ share
-        inverse -= inverse[:, goes] @ share
+        left.addmm_(left[:, goes], share, alpha=-1)
+        inverse.addmm_(inverse[:, goes], share, alpha=-1)
         stays[goes] = False
         inverse[goes, goes] = 1.0
     return stays.nonzero().flatten()
@@ -216,9 +216,10 @@ def kept_features(weight: Tensor, moment: Tensor, kept: int) -> Tensor:
 
 def _refitted(weight: Tensor, moment: Tensor, columns: Tensor) -> tuple[Tensor, float]:
     """What the columns that stay become, `[N, kept]` in fp64, and the relative loss."""
-    w, ridged = weight.double().to(moment.device), _ridged(moment)
+    w, ridged = weight.to(moment), _ridged(moment)
     target = w @ ridged
-    narrow = torch.linalg.solve(ridged[columns][:, columns], target[:, columns].t()).t()
+    root = torch.linalg.cholesky(ridged[columns][:, columns])
+    narrow = torch.cholesky_solve(target[:, columns].t(), root).t()
     whole = float((target * w).sum())
     lost = whole - float((narrow * target[:, columns]).sum())
     return narrow, max(0.0, lost / whole) if whole > 0 else 0.0
