@@ -10,8 +10,8 @@ from hf.families import tiny_family
 from hf.multimodal import MULTIMODAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_ids, tiny_model
-from transformers import AutoModelForCausalLM
+from tiny import SIZES, tiny_ids, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from neuronmm_ops import CalibrationWarning, NonFiniteError, SVDConfig, compress_, prune_
 from neuronmm_ops.compress.prune import RIDGE, kept_features
@@ -155,6 +155,17 @@ def test_other_mlps_are_refused(kind):
     with pytest.raises(ValueError, match=r"must be of dense nn\.Linears as wide as the config"):
         prune_(model, 0.2, BATCHES, block=8)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_width_that_experts_have_too_is_refused():
+    """Of GLM-4 MoE's the first layer is dense; a smaller width would be of shared experts, too."""
+    sizes = {"moe_intermediate_size": 176, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    groups = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    config = AutoConfig.for_model("glm4_moe", **SIZES, **sizes, **groups)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=r"must be that of dense MLPs alone, .* of model\.layers"):
+        prune_(model, 0.25, BATCHES, block=8)
+    assert model.config.intermediate_size == 176
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "llava", "qwen2_5_vl"])

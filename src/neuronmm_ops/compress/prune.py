@@ -5,6 +5,7 @@ down; those that stay take over what they can of the others' part (Optimal Brain
 and Stork 1993, for whole columns as in ZipLM, arXiv 2302.04089).
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -31,7 +32,7 @@ _LAYOUTS = (
 RIDGE = 1e-4
 """Of the mean of the inner features' second moment, added to its diagonal."""
 SWEEPS = 512
-"""A feature is removed given those before it, but for this share of all that go at once."""
+"""So many steps would remove all features; those of one step are chosen together."""
 
 
 class Pruned(NamedTuple):
@@ -82,12 +83,14 @@ def prune_(
 
     Raises:
         ValueError: the ratio leaves nothing or removes nothing, or the model has MLPs of another
-            kind, of different widths, or that text does not pass, or none.
+            kind, of different widths, or that text does not pass, or none; or its config says
+            the width of something else with theirs.
         NonFiniteError: an activation or a weight is NaN or Inf; names the Linear.
     """
     mlps = _mlps(model)
     inner = _inner(model, mlps)
     kept = _kept(ratio, inner, block)
+    _check_config(model, mlps, kept)
     found: dict[str, tuple[Tensor, Tensor]] = {}
     losses: dict[str, float] = {}
     moments = collect_moments(model, dict.fromkeys(mlps, "input"), calibration, progress)
@@ -157,6 +160,29 @@ def _kept(ratio: float, inner: int, block: int) -> int:
             f"ratio {ratio} leaves {kept}; use another ratio or a smaller block"
         )
     return kept
+
+
+def _check_config(model: nn.Module, mlps: Mapping[str, _MLP], kept: int) -> None:
+    """Refuse a model of which the smaller width in its config would change anything else."""
+    config: Any = copy.deepcopy(model.config)
+    config.get_text_config().intermediate_size = kept
+    with torch.device("meta"):
+        narrow = type(model)(config)
+    shapes = {id(parameter): parameter.shape for parameter in model.parameters()}
+    for into, down in mlps.values():
+        shapes[id(down.weight)] = torch.Size((down.out_features, kept))
+        for linear in into:
+            rows = linear.out_features // down.in_features * kept
+            for parameter in linear.parameters():
+                shapes[id(parameter)] = torch.Size((rows, *parameter.shape[1:]))
+    wanted = {name: shapes[id(parameter)] for name, parameter in model.named_parameters()}
+    for name, parameter in narrow.named_parameters():
+        if wanted.get(name) == parameter.shape:
+            continue
+        raise ValueError(
+            f"intermediate_size must be that of dense MLPs alone, of {type(model).__name__} it is "
+            f"of {name}, too; compress it"
+        )
 
 
 def _text_config(model: nn.Module) -> Any:
