@@ -68,6 +68,7 @@ def prune(
     text_path = text if isinstance(text, Path) else None
     text = read_text(text) if isinstance(text, Path) else text
     loaded, tokenizer = load_on(model, place), load_tokenizer(model)
+    check_target(target, False, source, sum(each.nbytes for each in loaded.parameters()))
     seqlen = block_length(loaded, seqlen)
     batches = calibration_batches(tokenizer, text, samples, seqlen, "spread")
     check_ids(loaded, torch.cat(batches), "calibration text")
