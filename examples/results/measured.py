@@ -48,8 +48,8 @@ def quality() -> list[str]:
         "Measured: the demo's model (`make demo`), MLPs compressed, no training afterwards. "
         "*Excess* is the logarithm of the perplexity minus that of the dense model. A model "
         "trained for minutes leaves much of its MLPs unused; real models have larger excesses. "
-        "**Narrower MLPs** (`neuronmm prune`) lose less than all of these methods: [at equal "
-        "parameters](gallery/divergence.md).",
+        "**Narrower MLPs** (`neuronmm prune`) lose less than all of these methods up to ratio 0.4: "
+        "[at equal parameters](gallery/divergence.md).",
         image("results-quality.svg", "excess log-perplexity against bytes, by method and storage"),
         "Excess by method and nominal ratio; ranks are whole blocks, so effective ratios differ:",
         methods_table,
