@@ -190,7 +190,6 @@ def _text_config(model: nn.Module) -> Any:
     return config if config is None else config.get_text_config()
 
 
-@torch.no_grad()
 def _replace_(mlp: _MLP, columns: Tensor, narrow: Tensor) -> None:
     """Take the rows of these inner features, and the columns that were found for them."""
     inner = mlp.down.in_features

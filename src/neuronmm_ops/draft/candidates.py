@@ -126,8 +126,7 @@ class Maker:
         assert report is not None  # `make` wrote it
         report = replace(report, provenance={**report.provenance, RECORD: dict(record)})
         of = CalibrationSource.of(self.text, read_text(self.text), SAMPLES, self._seqlen, "spread")
-        texts = ({"path": of.path, "sha256": of.sha256},)
-        origin = Origin("draft", asdict(ModelSource.of(self.model)), texts)
+        origin = Origin("draft", asdict(ModelSource.of(self.model)), (of.named,))
         save(loaded, output, report, self.tokenizer, force, origin=origin)
 
     @property

@@ -11,19 +11,18 @@ from torch import Tensor
 
 from neuronmm_ops.checkpoint import read_config
 from neuronmm_ops.compress import CompressionReport, SVDConfig, workers
-from neuronmm_ops.compress.batches import check_ids
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.compare import candidates, described, nearest
 from neuronmm_ops.compress.pipeline import compress_layers
 from neuronmm_ops.compress.source import LayersInMemory
-from neuronmm_ops.eval import block_length
+from neuronmm_ops.hf.calibration import calibration_of
 from neuronmm_ops.hf.computing import AUTO, check_device, computing_in, dtype_of, load_on
 from neuronmm_ops.hf.loading import load_tokenizer, local_directory
 from neuronmm_ops.hf.provenance import CalibrationSource, CompressionRun, ModelSource
 from neuronmm_ops.hf.saving import save
 from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
 from neuronmm_ops.hf.streaming.source import LayersOnDisk, check_streamable
-from neuronmm_ops.hf.text import Order, calibration_batches, read_text
+from neuronmm_ops.hf.text import Order, read_text
 from neuronmm_ops.nn import dense_linears
 from neuronmm_ops.ops.backends.cpu import name_of
 from neuronmm_ops.output import check_target, work_directory
@@ -131,13 +130,10 @@ def compress(
     calibration: dict[str, Any] = {}
     blocks: CalibrationSource | None = None
     if config.needs_calibration and text is not None:
-        seqlen = block_length(loaded, seqlen)
-        batches = calibration_batches(tokenizer, text, samples, seqlen, order)
-        check_ids(loaded, torch.cat(batches), "calibration text")
-        batches = [batch.to(device) for batch in batches]
+        asked = (text, text_path, samples, seqlen, device, order)
+        batches, blocks = calibration_of(loaded, tokenizer, *asked)
         taken = sum(len(batch) for batch in batches)
-        calibration = {"order": order, "samples": taken, "seqlen": seqlen}
-        blocks = CalibrationSource.of(text_path, text, samples, seqlen, order)
+        calibration = {"order": order, "samples": taken, "seqlen": blocks.seqlen}
 
     dtypes = {name: linear.weight.dtype for name, linear in dense_linears(loaded).items()}
     compared: dict[str, str] = {}

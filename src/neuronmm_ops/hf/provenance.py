@@ -97,6 +97,11 @@ class CalibrationSource:
         absolute = None if path is None else str(path.resolve())
         return cls(absolute, _sha256(text.encode()), samples, seqlen, order)
 
+    @property
+    def named(self) -> dict[str, Any]:
+        """The text, as one of `Origin.texts`."""
+        return {"path": self.path, "sha256": self.sha256}
+
 
 @dataclass(frozen=True)
 class CompressionRun:
@@ -146,7 +151,7 @@ class CompressionRun:
     def origin(self) -> Origin:
         """What the checkpoint was made of."""
         text = self.calibration
-        texts = () if text is None else ({"path": text.path, "sha256": text.sha256},)
+        texts = () if text is None else (text.named,)
         return Origin("compress", asdict(self.model), texts, dict(self.versions))
 
     @property

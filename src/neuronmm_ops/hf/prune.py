@@ -7,16 +7,15 @@ from typing import Any
 import torch
 
 from neuronmm_ops.checkpoint import read_config
-from neuronmm_ops.compress.batches import check_ids
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.prune import prune_
-from neuronmm_ops.eval import block_length
+from neuronmm_ops.hf.calibration import calibration_of
 from neuronmm_ops.hf.compress import DEFAULT_SAMPLES
 from neuronmm_ops.hf.computing import check_device, load_on
 from neuronmm_ops.hf.dense import save_dense
 from neuronmm_ops.hf.loading import check_values, load_tokenizer, local_directory
-from neuronmm_ops.hf.provenance import CalibrationSource, ModelSource
-from neuronmm_ops.hf.text import calibration_batches, read_text
+from neuronmm_ops.hf.provenance import ModelSource
+from neuronmm_ops.hf.text import read_text
 from neuronmm_ops.manifest import Origin
 from neuronmm_ops.output import check_target
 
@@ -69,13 +68,9 @@ def prune(
     text = read_text(text) if isinstance(text, Path) else text
     loaded, tokenizer = load_on(model, place), load_tokenizer(model)
     check_target(target, False, source, sum(each.nbytes for each in loaded.parameters()))
-    seqlen = block_length(loaded, seqlen)
-    batches = calibration_batches(tokenizer, text, samples, seqlen, "spread")
-    check_ids(loaded, torch.cat(batches), "calibration text")
-    pruned = prune_(loaded, ratio, [batch.to(place) for batch in batches], block, progress)
     check_values(loaded, "the checkpoint is damaged")
-    of = CalibrationSource.of(text_path, text, samples, seqlen, "spread")
-    texts = ({"path": of.path, "sha256": of.sha256},)
-    origin = Origin("prune", asdict(ModelSource.of(source)), texts)
+    batches, of = calibration_of(loaded, tokenizer, text, text_path, samples, seqlen, place)
+    pruned = prune_(loaded, ratio, batches, block, progress)
+    origin = Origin("prune", asdict(ModelSource.of(source)), (of.named,))
     size = save_dense(loaded, source, target, origin)
     return {"output": str(target), **pruned._asdict(), "bytes": size}

@@ -6,20 +6,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from neuronmm_ops.compress.batches import check_ids
 from neuronmm_ops.compress.calibrate import Progress, moments_or_none
 from neuronmm_ops.compress.factorization import SecondMoment, Side
 from neuronmm_ops.compress.record import attached_report
 from neuronmm_ops.compress.report import CompressionReport, LayerReport
 from neuronmm_ops.compress.rounding import round_matrix, round_pair
 from neuronmm_ops.errors import CheckpointError
-from neuronmm_ops.eval import block_length
+from neuronmm_ops.hf.calibration import calibration_of
 from neuronmm_ops.hf.compress import DEFAULT_SAMPLES
 from neuronmm_ops.hf.computing import check_device, load_on
 from neuronmm_ops.hf.loading import load_tokenizer, local_directory
-from neuronmm_ops.hf.provenance import CalibrationSource, ModelSource
+from neuronmm_ops.hf.provenance import ModelSource
 from neuronmm_ops.hf.saving import save
-from neuronmm_ops.hf.text import calibration_batches, read_text
+from neuronmm_ops.hf.text import read_text
 from neuronmm_ops.manifest import Origin
 from neuronmm_ops.nn import CompressedLinear, StoredLinear, SVDLinear
 from neuronmm_ops.nn.dense_linear import as_dense_linear
@@ -88,13 +87,9 @@ def quantize(
             )
     batches, taken, texts = [], dict[str, object](), ()
     if text is not None:
-        seqlen = block_length(loaded, seqlen)
-        batches = calibration_batches(tokenizer, text, samples, seqlen, "spread")
-        check_ids(loaded, torch.cat(batches), "calibration text")
-        batches = [batch.to(place) for batch in batches]
-        of = CalibrationSource.of(text_path, text, samples, seqlen, "spread")
-        taken = {"samples": sum(map(len, batches)), "seqlen": seqlen, "sha256": of.sha256}
-        texts = ({"path": of.path, "sha256": of.sha256},)
+        batches, of = calibration_of(loaded, tokenizer, text, text_path, samples, seqlen, place)
+        taken = {"samples": sum(map(len, batches)), "seqlen": of.seqlen, "sha256": of.sha256}
+        texts = (of.named,)
 
     names = [layer.name for layer in report.layers]
     sides: dict[str, Side] = dict.fromkeys(names, "input") if batches else {}
