@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.methods import BASELINE, DEFAULT
-from neuronmm_ops.compress import SVDConfig, compress_, prune_
+from neuronmm_ops.compress import SVDConfig, compare, compress_
 from neuronmm_ops.compress.calibrate import Progress
+from neuronmm_ops.compress.compare import nearest
 from neuronmm_ops.compress.targets import select_targets
+from neuronmm_ops.compress.width import SHARES, shares
 from neuronmm_ops.eval import block_length, encode_documents
 from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.storages import STORAGES, dtype_name, matrix_bytes
@@ -65,8 +67,8 @@ CANDIDATES = (
     SVDConfig(method="zero-sum"),
 )
 """The baseline is the first: those with one budget remove no less than it does."""
-NARROWED = (1.0, 0.5)
-"""Of what is removed, the share that narrower MLPs are to have; the rest is the default's."""
+COMPARED = "compared"
+"""What `compress --compare` takes of the default, with narrower MLPs and without, and others."""
 
 
 class Evaluated(NamedTuple):
@@ -114,8 +116,9 @@ def measure(
 
     Returns:
         For dense one byte, rounded to nearest with a scale an output, then each ratio and
-        candidate, and MLPs narrowed by `prune_`, alone and before the default, and each text:
-        `method` (`dense int8`, `pruned`, ...), `allocation`, `importance`, `ratio`,
+        candidate, MLPs narrowed by `prune_`, alone and before the default, and what `--compare`
+        takes, and each text: `method` (`dense int8`, `pruned`, `compared`, ...), `allocation`,
+        `importance`, `prune_share` (of what narrower MLPs have of what is removed), `ratio`,
         `effective_ratio`, `bytes` of the targeted matrices, relative to bfloat16, `text`, `tokens`,
         `dense_ce`, `ce` (nats a token), `ce_error` (the standard error of its growth), `kl` (the
         mean divergence from the dense model's predictions, in nats), `kl_error`, and
@@ -137,7 +140,7 @@ def measure(
     batches = hf.calibration_batches(tokenizer, calibration, tokens // seqlen, seqlen)
     rows: list[dict[str, Any]] = []
     configs = [replace(config, block=block, targets=TARGETS) for config in candidates]
-    total = len(ONE_BYTE) + len(ratios) * (len(candidates) + len(NARROWED))  # at most
+    total = len(ONE_BYTE) + len(ratios) * (len(candidates) + len(SHARES) + 1)  # at most
     for done, (labels, model) in enumerate(_models(dense, ratios, configs, batches), start=1):
         rows += [{**labels, "text": name, **measured(model, text)} for name, text in known.items()]
         if progress:
@@ -163,7 +166,8 @@ def _models(
     for storage in ONE_BYTE:
         model, share = _rounded(dense, storage)
         labels = {"method": f"dense {storage}", "allocation": None, "importance": None}
-        yield {**labels, "ratio": 0.0, "effective_ratio": 0.0, "bytes": share}, model
+        labels |= {"prune_share": 0.0, "ratio": 0.0, "effective_ratio": 0.0, "bytes": share}
+        yield labels, model
     for ratio in ratios:
         removed = ratio
         for config in candidates:
@@ -172,53 +176,32 @@ def _models(
             report = compress_(model, replace(config, ratio=budget), batches)
             if config is candidates[0]:
                 removed = report.effective_ratio
-            yield (
-                {
-                    "method": config.method,
-                    "allocation": config.allocation,
-                    "importance": config.weighs_by,
-                    "ratio": ratio,
-                    "effective_ratio": report.effective_ratio,
-                    "bytes": 1 - report.effective_ratio,
-                },
-                model,
-            )
-        default = replace(DEFAULT, block=candidates[0].block, targets=TARGETS)
-        for share in NARROWED:
-            if removed * share * _numbers(dense, TARGETS) >= _numbers(dense, "mlp"):
-                continue  # the MLPs have not so many
-            model, effective = _narrowed(dense, removed, share, default, batches)
-            method = "pruned" if share == 1 else f"pruned, then {default.method}"
-            labels = {"method": method, "allocation": None, "importance": None, "ratio": ratio}
-            yield {**labels, "effective_ratio": effective, "bytes": 1 - effective}, model
+            yield _labels(config.method, config, ratio, report.effective_ratio), model
+        default = replace(DEFAULT, ratio=removed, block=candidates[0].block, targets=TARGETS)
+        narrower = {_name(each): each for each in shares(dense, default, {})}
+        taken, _ = nearest(dense, compare.candidates(dense, default, {}), batches)
+        for name, config in (narrower | {COMPARED: taken}).items():
+            model = copy.deepcopy(dense)
+            report = compress_(model, config, batches)
+            yield _labels(name, config, ratio, report.effective_ratio), model
 
 
-def _narrowed(
-    dense: nn.Module, ratio: float, share: float, config: SVDConfig, batches: Sequence[Tensor]
-) -> tuple[nn.Module, float]:
-    """Return the model with a ratio of all its Linears removed, and the exact ratio.
-
-    Args:
-        dense: a Transformers model.
-        ratio: of the parameters of its layers' Linears.
-        share: of these that narrower MLPs are to have.
-        config: what compresses what is left, to the ratio.
-        batches: to calibrate on.
-    """
-    model = copy.deepcopy(dense)
-    whole, mlps = _numbers(model, TARGETS), _numbers(model, "mlp")
-    prune_(model, ratio * share * whole / mlps, batches, config.block)
-    kept = _numbers(model, TARGETS) / whole
-    if kept > 1 - ratio:
-        report = compress_(model, replace(config, ratio=1 - (1 - ratio) / kept), batches)
-        kept *= 1 - report.effective_ratio
-    return model, 1 - kept
+def _name(config: SVDConfig) -> str:
+    is_all = config.prune_share == 1
+    return "pruned" if is_all else f"pruned {config.prune_share:g}, then {config.method}"
 
 
-def _numbers(model: nn.Module, targets: str) -> int:
-    """Return the parameters of the Linears that targets select."""
-    linears = select_targets(model, SVDConfig(targets=targets)).linears
-    return sum(linear.weight.numel() for linear in linears.values())
+def _labels(method: str, config: SVDConfig, ratio: float, effective: float) -> dict[str, Any]:
+    is_candidate = method == config.method
+    return {
+        "method": method,
+        "allocation": config.allocation if is_candidate else None,
+        "importance": config.weighs_by if is_candidate else None,
+        "prune_share": config.prune_share,
+        "ratio": ratio,
+        "effective_ratio": effective,
+        "bytes": 1 - effective,
+    }
 
 
 @torch.no_grad()

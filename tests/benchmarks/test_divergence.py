@@ -8,7 +8,8 @@ from neuronmm_ops import SVDConfig
 
 CONVERGED = divergence.TRIALS["converged"]
 FIELDS = (
-    *("method", "allocation", "importance", "ratio", "effective_ratio", "bytes", "text", "tokens"),
+    *("method", "allocation", "importance", "prune_share", "ratio", "effective_ratio", "bytes"),
+    *("text", "tokens"),
     *("dense_ce", "ce", "ce_error", "kl", "kl_error", "kl_quotient"),
 )
 
@@ -63,7 +64,7 @@ def test_where_much_is_removed_errors_are_to_be_followed(rows):
 
 @pytest.mark.parametrize(
     ("method", "ratio"),
-    [("pruned", 0.2), ("pruned, then kfac-drift", 0.2), ("pruned, then kfac-drift", 0.6)],
+    [("pruned", 0.2), *(("pruned 0.75, then kfac-drift", ratio) for ratio in (0.2, 0.6))],
 )
 def test_narrower_mlps_are_the_stronger_competitor(rows, method, ratio):
     """They are named beside the default; alone they cannot reach much more than their share."""
@@ -73,9 +74,14 @@ def test_narrower_mlps_are_the_stronger_competitor(rows, method, ratio):
     assert 0 < theirs["kl"] < 0.9 * ours["kl"]
 
 
+@pytest.mark.parametrize(("ratio", "bar"), [(0.2, 0.6), (0.6, 0.8)])
+def test_what_is_compared_is_far_from_svd_llm(rows, ratio, bar):
+    assert of(rows, divergence.COMPARED, ratio)["kl_quotient"] < bar
+
+
 def test_rows_say_what_they_are_of(rows):
     assert {tuple(row) for row in rows} == {FIELDS}
-    assert len(rows) == 2 + 2 * (2 + 2)
+    assert len(rows) == 2 + 2 * (2 + 4)
     for storage in ("int8", "fp8"):
         row = of(rows, f"dense {storage}", 0.0)
         assert row["bytes"] == pytest.approx(0.51, abs=0.02)

@@ -58,6 +58,7 @@ def test_the_document():
         "tp": 1,
         "layer_ratios": {},
         "storage": None,
+        "prune_share": 0.0,
         "head_storage": None,
     }
 

@@ -216,6 +216,10 @@ def test_candidates_cost_no_more(config, expected):
     model = causal_lm(**WIDER)
     asked = SVDConfig(**{**AUTO.__dict__, **config})
     found = candidates(model, asked, in_bfloat16(model))
+    narrower = [each for each in found if each.prune_share]
+    assert {each.storage for each in narrower} == {asked.storage}
+    assert found[1 : 1 + len(narrower)] == narrower != []
+    found = [found[0], *found[1 + len(narrower) :]]
     assert [each.storage for each in found] == expected
     assert found[0] == asked
     if len(found) > 3 or asked.storage == "int8":

@@ -26,7 +26,8 @@ def test_the_nearer_is_taken_and_the_model_left_as_it_was(configs):
 def test_svd_llm_removes_as_much():
     model = tiny_model()
     config = SVDConfig(ratio=0.3, block=8, importance="error")
-    ours, refined, theirs = candidates(model, config, {})
+    ours, *narrower, refined, theirs = candidates(model, config, {})
+    assert [each.prune_share for each in narrower] == [0.5, 0.75, 1.0]
     assert (ours, refined.method) == (config, "kfac")
     assert (theirs.method, theirs.allocation, theirs.ratio) == ("whiten", "uniform", ours.ratio)
     for size in ((64, 176), (64, 64), (128, 512)):

@@ -69,8 +69,8 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--compare",
         action="store_true",
-        help="try uniform whitening, kfac and, for auto, dense storages too, and take what "
-        "diverges least on text kept apart",
+        help="try narrower MLPs, uniform whitening, kfac and, for auto, dense storages too, and "
+        "take what diverges least on text kept apart",
     )
     # None is "not given", so that the record's values or the library's defaults hold.
     command.set_defaults(**dict.fromkeys(("ratio", *KEYWORDS)))
@@ -98,6 +98,12 @@ def _add_allocation(command: argparse.ArgumentParser) -> None:
         help="storage of the targets, dense ones too: fp8, int8 or int4 with scales, bf16, or "
         "auto, what the budget buys best for each (default: the model's dtype); with --ratio 0 all "
         "stay dense",
+    )
+    group.add_argument(
+        "--prune-share",
+        type=float,
+        metavar="S",
+        help="of what is removed, the share of narrower MLPs, see prune (default 0)",
     )
     group.add_argument("--head-storage", help="storage of the output head: fp8, int8 or int4")
     group.add_argument("--target", help="trn1, trn2 or trn3, with --budget time")

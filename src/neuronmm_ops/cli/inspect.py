@@ -48,7 +48,8 @@ def summary(report: "CompressionReport") -> dict[str, Any]:
         "model_ratio": report.model_ratio,
         "compute_dtype": report.provenance.get("compute_dtype"),
         "bytes": sum(layer.bytes for layer in report.layers),
-        "dense_bytes": sum(layer.dense_bytes for layer in report.layers),
+        "dense_bytes": report.dense_bytes,
+        "narrowed": report.narrowed and asdict(report.narrowed),
         "left_dense": [asdict(left) for left in report.left_dense],
         "config": None if report.config is None else report.config.to_dict(),
         "calibration": report.calibration,
@@ -88,6 +89,15 @@ def show_summary(document: dict[str, Any]) -> None:
         f"{document['effective_ratio']:.3f}: {document['dense_bytes'] / 1e6:.1f} MB -> "
         f"{document['bytes'] / 1e6:.1f} MB"
     )
+    if document["narrowed"]:
+        narrowed = document["narrowed"]
+        is_ordinary = all(x["dense"] and x["storage"] is None for x in document["layers"])
+        stdout.print(
+            f"MLPs: {narrowed['kept']} of {narrowed['inner']} inner features stay, which is "
+            + ("all of that ratio" if is_ordinary else "part of that ratio")
+        )
+        if is_ordinary:
+            stdout.print("for any engine: neuronmm export dense, or neuronmm prune")
     if has_storage:
         stdout.print("bits: stored for each weight of the dense matrix, scales included")
     if any(layer["compute"] == "fp8" for layer in document["layers"]):

@@ -170,16 +170,18 @@ def _offers(
         costs[name] = [price for _, price in reversed(kept)]
     least = sum(c[0] for c in costs.values())
     if least > budget:
-        raise no_allocation(budget, least)
+        raise NoAllocationError(budget, least)
     return options, costs
 
 
-def no_allocation(budget: float, least: float) -> ValueError:
-    """Return the error of a budget below the `least` that matrices can cost."""
-    return ValueError(
-        f"no allocation meets the budget of {budget:.6g}: the cheapest ranks cost {least:.6g}; use "
-        "a smaller ratio, a smaller block or, of time, a smaller tp"
-    )
+class NoAllocationError(ValueError):
+    """A budget below the `least` that matrices can cost."""
+
+    def __init__(self, budget: float, least: float) -> None:
+        super().__init__(
+            f"no allocation meets the budget of {budget:.6g}: the cheapest ranks cost {least:.6g}; "
+            "use a smaller ratio, a smaller block or, of time, a smaller tp"
+        )
 
 
 def hull_steps(costs: list[float], losses: list[float]) -> list[tuple[float, int]]:

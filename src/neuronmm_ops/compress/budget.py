@@ -124,6 +124,22 @@ def choose(
     }
 
 
+def dense_costs(
+    config: SVDConfig, linears: Mapping[str, DenseLinear], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, float]:
+    """Return what each Linear costs before anything is done, in the unit of the budget.
+
+    Linears without an entry in `dtypes` are stored as they are held.
+    """
+    known = {name: dtypes.get(name, linear.weight.dtype) for name, linear in linears.items()}
+    matrices = {
+        name: matrix_of(config, name, linear, known[name], torch.zeros(0))
+        for name, linear in linears.items()
+    }
+    cost = _cost(config, matrices, known)
+    return {name: cost(name, Choice(None, None)) for name in matrices}
+
+
 def is_within(
     config: SVDConfig,
     other: SVDConfig,

@@ -3,6 +3,7 @@
 Linears that are always given the same tensor (gate and up; q, k and v) share one moment.
 """
 
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -23,12 +24,15 @@ from neuronmm_ops.compress.batches import (
     wide_rows,
 )
 from neuronmm_ops.compress.factorization import SecondMoment, Side
-from neuronmm_ops.errors import NonFiniteError
-from neuronmm_ops.nn.dense_linear import as_dense_linear, dense_linear
+from neuronmm_ops.errors import CalibrationWarning, NonFiniteError
+from neuronmm_ops.nn.dense_linear import DenseLinear, as_dense_linear, dense_linear
 from neuronmm_ops.ops.backends.cpu import WideProducts, compute_dtype
 
 # The moments of one pass over the calibration data take at most this much memory.
 MAX_MOMENT_BYTES = 4 * 2**30
+# With fewer tokens for each input feature, second moments are mostly noise (users of similar
+# packages report perplexities in the thousands from 8 samples).
+TOKENS_PER_FEATURE = 10
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
@@ -102,6 +106,19 @@ def moments_or_none(
         yield from collect_moments(model, sides, batches, progress)
     else:
         yield from ((name, None) for name in names)
+
+
+def warn_if_few(tokens: int, linears: Mapping[str, DenseLinear], stacklevel: int) -> None:
+    """Warn where there are too few calibration tokens for the widest layer."""
+    name, widest = max(linears.items(), key=lambda item: item[1].in_features)
+    needed = TOKENS_PER_FEATURE * widest.in_features
+    if tokens < needed:
+        warnings.warn(
+            f"calibration has {tokens} tokens, fewer than {TOKENS_PER_FEATURE}*K = {needed} of "
+            f"{name}; the result may fit noise, use more text",
+            CalibrationWarning,
+            stacklevel=stacklevel,
+        )
 
 
 class _Product(NamedTuple):

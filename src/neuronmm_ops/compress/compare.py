@@ -6,6 +6,7 @@ model predicts says so.
 """
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -14,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from neuronmm_ops.compress.allocate import NoAllocationError
 from neuronmm_ops.compress.budget import is_within
 from neuronmm_ops.compress.calibrate import Progress, eval_mode, fast_products
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.mixed import storages_of
 from neuronmm_ops.compress.pipeline import compress_
 from neuronmm_ops.compress.targets import select_targets
+from neuronmm_ops.compress.width import shares
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.storages import STORAGES
 
@@ -32,8 +35,9 @@ def candidates(
 ) -> list[SVDConfig]:
     """Return the config, and others that cost no more.
 
-    Of methods `kfac` and `kfac-drift` the other; of storage `auto`, each storage that is within the
-    budget with all matrices dense; and uniform whitening, SVD-LLM's, whose ranks round down.
+    Narrower MLPs for shares of it; of methods `kfac` and `kfac-drift` the other; of storage `auto`,
+    each storage that is within the budget with all matrices dense; and uniform whitening,
+    SVD-LLM's, whose ranks round down.
 
     Args:
         model: dense.
@@ -41,10 +45,19 @@ def candidates(
         dtypes: of the Linears' weights as they will be stored.
     """
     found, linears = [config], select_targets(model, config, only_text=True).linears
+    if not config.prune_share:
+        found += shares(model, config, dtypes)
     other = {"kfac": "kfac-drift", "kfac-drift": "kfac"}.get(config.method)
     if other and config.allocation == "greedy":
         found.append(replace(config, method=other))
-    free = {"budget": "parameters", "target": None, "tokens": 1, "lnc": 1, "tp": 1}
+    free = {
+        "budget": "parameters",
+        "target": None,
+        "tokens": 1,
+        "lnc": 1,
+        "tp": 1,
+        "prune_share": 0.0,
+    }
     plain = replace(config, **free, storage=config.one_byte)
     if config.is_mixed:
         fitting = set.intersection(
@@ -81,7 +94,8 @@ def nearest(
         dtypes: as of `compress_`.
 
     Returns:
-        The config, and every config's mean divergence in nats a token.
+        The config, and every config's mean divergence in nats a token; infinite where narrower
+        MLPs leave what no allocation brings within the budget.
 
     Raises:
         ValueError: there are fewer than two blocks.
@@ -96,8 +110,14 @@ def nearest(
     found: list[float] = []
     for config in configs:
         candidate = copy.deepcopy(model)
-        compress_(candidate, config, rest, dtypes=dtypes)
-        found.append(divergence(model, candidate, apart))
+        try:
+            compress_(candidate, config, rest, dtypes=dtypes)
+        except NoAllocationError:  # of what narrower MLPs leave
+            if not config.prune_share:
+                raise
+            found.append(math.inf)
+        else:
+            found.append(divergence(model, candidate, apart))
         if progress:
             progress("compare", len(found), len(configs))
     return configs[found.index(min(found))], found
@@ -107,7 +127,9 @@ def described(configs: Sequence[SVDConfig], divergences: Sequence[float]) -> str
     """Return what was compared in a line, with each divergence; the nearest is marked."""
     least = divergences.index(min(divergences))
     return "; ".join(
-        f"{config.method} {config.allocation} {config.storage or 'without storage'} {found:.3g}"
+        f"{config.method} {config.allocation} {config.storage or 'without storage'}"
+        + (f" narrower {config.prune_share:g}" if config.prune_share else "")
+        + f" {found:.3g}"
         + (" (taken)" if index == least else "")
         for index, (config, found) in enumerate(zip(configs, divergences, strict=True))
     )

@@ -62,6 +62,8 @@ class SVDConfig:
             240) or `int8`, one byte a number and a scale a column; `bf16`, which the replaced
             Linears must have; None for their dtype, whatever it is; `auto` for what the budget, of
             bytes or time, buys best for each matrix, dense ones too.
+        prune_share: of what is removed, the share that narrower MLPs have, see `prune_`; pairs
+            take the rest. In [0, 1]; all targets must share one budget. With 1 all stay dense.
         head_storage: of the output head, `fp8` or `int8`, which stays dense and is rounded to
             nearest; None leaves it as it is.
 
@@ -84,15 +86,17 @@ class SVDConfig:
     tp: int = 1
     layer_ratios: Mapping[str, LayerRatio] | tuple[tuple[str, LayerRatio], ...] = ()
     storage: str | None = None
+    prune_share: float = 0.0
     head_storage: str | None = None
 
     def __post_init__(self) -> None:
         """Check every field; one bare target and a tuple of it are the same config."""
-        for name in ("ratio", "alpha"):
+        for name in ("ratio", "alpha", "prune_share"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool):
                 raise TypeError(f"{name} must be a number, got {value!r}")
-        if not 0 <= self.ratio < 1 or (self.ratio == 0 and self.storage not in ONE_BYTE):
+        keeps_dense = self.storage in ONE_BYTE or self.prune_share
+        if not 0 <= self.ratio < 1 or (self.ratio == 0 and not keeps_dense):
             raise ValueError(
                 "ratio must be in (0, 1), the fraction of parameters removed, or 0 with storage "
                 f"{' or '.join(ONE_BYTE)}; got {self.ratio}"
@@ -136,6 +140,12 @@ class SVDConfig:
                 "storage auto compares measured losses for each byte or microsecond: use budget "
                 "bytes or time, and a method other than plain and zero-sum; got "
                 f"{self.budget} and {self.method}"
+            )
+        is_split = self.layer_ratios or self.allocation == "uniform"
+        if not 0 <= self.prune_share <= 1 or (self.prune_share and is_split):
+            raise ValueError(
+                "prune_share must be in [0, 1], and 0 with allocation uniform or layer ratios; got "
+                f"{self.prune_share}"
             )
         if self.importance and not self._compares_losses:
             raise ValueError(
@@ -203,6 +213,8 @@ class SVDConfig:
         """What looks at activations, for messages; None where nothing does."""
         if METHODS[self.method].side is not None:
             return f"method {self.method}"
+        if self.prune_share:
+            return "prune_share"
         needs = self.weighs_by in ("gradient", "perplexity")
         return f"importance {self.weighs_by}" if needs else None
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from neuronmm_ops.compress.allocate import Matrix, Rank, hull_steps, no_allocation
+from neuronmm_ops.compress.allocate import Matrix, NoAllocationError, Rank, hull_steps
 from neuronmm_ops.storages import STORAGES
 
 # Of its largest rank: where a pair's loss is measured. Between them it is interpolated.
@@ -106,7 +106,7 @@ def buy(offers: Mapping[str, Sequence[Offer]], budget: float) -> dict[str, Choic
     taken, budget = dict.fromkeys(fronts, 0), budget * (1 + 1e-12)
     left = budget - sum(front[0].cost for front in fronts.values())
     if left < 0:
-        raise no_allocation(budget, budget - left)
+        raise NoAllocationError(budget, budget - left)
     steps = [
         (slope, name, index)
         for name, front in fronts.items()

@@ -1,7 +1,7 @@
 """The pipeline: calibrate, factorize, allocate, round and swap, over a source of layers."""
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.allocate import Matrix, Rank
 from neuronmm_ops.compress.batches import Batch, check_batches, count_tokens, fingerprint
 from neuronmm_ops.compress.budget import allocate, choose, matrix_of, ratio_bounds
-from neuronmm_ops.compress.calibrate import Progress
+from neuronmm_ops.compress.calibrate import Progress, warn_if_few
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.coverage import left_dense, warn_of_coverage
 from neuronmm_ops.compress.drift import drifting_names, factors_of, follow_drift, followable
@@ -19,7 +19,12 @@ from neuronmm_ops.compress.measured import Divergence, Losses, losses_of
 from neuronmm_ops.compress.mixed import largest_rank, probed_ranks
 from neuronmm_ops.compress.nested import Nested, gradient_kinds, known_to_all, moment_sides
 from neuronmm_ops.compress.record import attach, dense_parameters
-from neuronmm_ops.compress.report import CompressionReport, LayerReport, provenance_of
+from neuronmm_ops.compress.report import (
+    CompressionReport,
+    LayerReport,
+    NarrowedMLPs,
+    provenance_of,
+)
 from neuronmm_ops.compress.rounding import (
     output_metrics,
     round_matrix,
@@ -28,15 +33,11 @@ from neuronmm_ops.compress.rounding import (
 )
 from neuronmm_ops.compress.source import LayersInMemory, LayerSource, Task
 from neuronmm_ops.compress.targets import Selection, select_targets
+from neuronmm_ops.compress.width import narrowed
 from neuronmm_ops.compress.workers import Factors
-from neuronmm_ops.errors import CalibrationWarning
 from neuronmm_ops.nn.dense_linear import DenseLinear
 from neuronmm_ops.nn.swap import swap_modules_
 from neuronmm_ops.ops.backends.cpu import name_of
-
-# With fewer tokens for each input feature, second moments are mostly noise (users of similar
-# packages report perplexities in the thousands from 8 samples).
-TOKENS_PER_FEATURE = 10
 
 
 def compress_(
@@ -94,6 +95,23 @@ def compress_layers(
     Where the source's values are not in the model, neither are the factors afterwards: low-rank
     layers on the meta device take the Linears' places.
     """
+    if not config.prune_share:
+        return _compress(source, config, calibration, only_text)
+    model, batches = source.model, _batches(source.model, config, calibration)
+    given = source.dtypes, only_text, batches, source.progress
+    with narrowed(model, config, *given) as (rest, what):
+        return _compress(source, rest, batches, only_text, config.ratio, what)
+
+
+def _compress(
+    source: LayerSource,
+    config: SVDConfig,
+    calibration: Sequence[Batch] | None,
+    only_text: bool,
+    asked: float | None = None,
+    narrowed: NarrowedMLPs | None = None,
+) -> CompressionReport:
+    """Replace targets by pairs and stored matrices; `asked` is the ratio of the wider MLPs."""
     model, progress = source.model, source.progress
     selection = select_targets(model, config, only_text)
     found = {**selection.linears, **selection.head}.items()
@@ -101,11 +119,12 @@ def compress_layers(
     check_storage(config, selection.linears, dtypes)
     stored, targets = selection.storages(config), selection.linears | selection.head
     limits = rank_limits(config, selection.linears, dtypes) | dict.fromkeys(selection.head)
-    warn_of_coverage(model, config, selection, limits, stacklevel=4)  # no_grad's wrapper is one
+    warn_of_coverage(model, config, selection, limits, stacklevel=5)  # no_grad's wrapper is one
     largest = _without_dense(limits)
     linears = {name: selection.linears[name] for name in largest}
     check_budget(config, linears, dtypes)
-    batches = _batches(model, config, calibration) if linears or config.one_byte else []
+    runs = linears or config.one_byte or narrowed
+    batches = _batches(model, config, calibration) if runs else []
     config = followable(model, config, targets, batches)
     kinds = gradient_kinds(config, linears)
     head = list(selection.head)
@@ -117,7 +136,7 @@ def compress_layers(
     nested = _factorize(source, config, linears, largest, gradients)
     weights = weights_of(model, config, linears, nested, gradients, batches, progress)
     matrices = matrices_of(config, linears, nested, weights, dtypes)
-    if config.is_mixed:
+    if config.is_mixed and linears:
         measured = _measure_losses(source, task, gradients)
         chosen = choose(config, matrices, dtypes, measured)
         stored = stored | {n: c.storage for n, c in chosen.items() if c.storage}
@@ -136,14 +155,15 @@ def compress_layers(
         left = {n: ranks[n] for n in drifting if ranks[n] is not None or n in stored}
         found, lost = follow_drift(source, config.method, left, stored, gradients)
         factors, losses = factors | found, losses | lost
-    parameters = dense_parameters(model)
+    parameters = dense_parameters(model) + (narrowed.parameters if narrowed else 0)
     report = CompressionReport(
-        config=config,
+        config=config if asked is None else replace(config, ratio=asked),
         layers=tuple(_layer_reports(selection, limits, ranks, losses, dtypes, stored)),
         calibration=describe_batches(batches) if batches else None,
         provenance=provenance_of(model),
         model_parameters=parameters,
         left_dense=left_dense(model, config, selection, parameters),
+        narrowed=narrowed,
     )
     swap_modules_(model, factors)
     attach(model, report)
@@ -158,10 +178,10 @@ def _factorize(
     gradients: Mapping[str, Tensor],
 ) -> dict[str, Nested]:
     """Return the factors of the largest ranks, and what every smaller one loses."""
-    is_first = True
+    is_first = not config.prune_share  # or the wider MLPs' warning has been given
     for name, weight, moment in source.measured("factorize", moment_sides(config, linears), ranks):
         if is_first and moment is not None:
-            warn_if_few(moment.tokens, linears, stacklevel=6)  # no_grad's wrapper is one
+            warn_if_few(moment.tokens, linears, stacklevel=7)  # no_grad's wrapper is one
         is_first = False
         nested = Nested.of(name, weight, config, moment, gradients.get(name), ranks[name])
         source.keep("factorize", name, nested.tensors())
@@ -201,12 +221,13 @@ def _quantize(
     Inputs' moments are taken a second time: ranks are known only after the first, when the moments
     are gone, and for some methods those were of the outputs.
     """
-    config, dtypes, is_first = task.config, task.dtypes, not task.limits
+    config, dtypes = task.config, task.dtypes
+    is_first = not task.limits and not config.prune_share
     inside = [name for name in stored if name not in task.head]
     for part, sides in ((inside, rounding_sides(config, inside)), (task.head, {})):
         for name, weight, moment in source.measured("quantize", sides, part) if part else ():
             if is_first and moment is not None:
-                warn_if_few(moment.tokens, task.replaced, stacklevel=6)
+                warn_if_few(moment.tokens, task.replaced, stacklevel=7)
             is_first = False
             rank = ranks[name]
             if rank is None:
@@ -314,19 +335,6 @@ def _batches(
         )
     check_batches(model, calibration)
     return calibration
-
-
-def warn_if_few(tokens: int, linears: Mapping[str, DenseLinear], stacklevel: int) -> None:
-    """Warn where there are too few calibration tokens for the widest layer."""
-    name, widest = max(linears.items(), key=lambda item: item[1].in_features)
-    needed = TOKENS_PER_FEATURE * widest.in_features
-    if tokens < needed:
-        warnings.warn(
-            f"calibration has {tokens} tokens, fewer than {TOKENS_PER_FEATURE}*K = {needed} of "
-            f"{name}; the result may fit noise, use more text",
-            CalibrationWarning,
-            stacklevel=stacklevel,
-        )
 
 
 def _layer_reports(

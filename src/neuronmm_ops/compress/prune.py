@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from neuronmm_ops.compress.batches import Batch
-from neuronmm_ops.compress.calibrate import Progress, collect_moments
-from neuronmm_ops.compress.pipeline import warn_if_few
+from neuronmm_ops.compress import workers
+from neuronmm_ops.compress.batches import Batch, count_tokens
+from neuronmm_ops.compress.calibrate import Progress, collect_moments, warn_if_few
 from neuronmm_ops.compress.targets import text_decoder, text_modules
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.nn.dense_linear import DenseLinear
@@ -50,14 +50,13 @@ class Pruned(NamedTuple):
     losses: dict[str, float]
 
 
-class _MLP(NamedTuple):
+class MLP(NamedTuple):
     """An MLP's Linears: `into` have inner features as rows, `down` as columns."""
 
     into: tuple[nn.Linear, ...]
     down: nn.Linear
 
 
-@torch.no_grad()
 def prune_(
     model: nn.Module,
     ratio: float,
@@ -87,17 +86,35 @@ def prune_(
             the width of something else with theirs.
         NonFiniteError: an activation or a weight is NaN or Inf; names the Linear.
     """
-    mlps = _mlps(model)
-    inner = _inner(model, mlps)
+    mlps = mlps_of(model)
+    inner = inner_features(model, mlps)
     kept = _kept(ratio, inner, block)
-    _check_config(model, mlps, kept)
+    warn_if_few(sum(map(count_tokens, calibration)), downs_of(mlps), stacklevel=3)
+    return prune_to_(model, mlps, kept, calibration, progress)
+
+
+@torch.no_grad()
+def prune_to_(
+    model: nn.Module,
+    mlps: Mapping[str, MLP],
+    kept: int,
+    calibration: Sequence[Batch],
+    progress: Progress | None,
+) -> Pruned:
+    """Leave so many inner features of the model's MLPs, as `prune_` does.
+
+    In a block of `workers.together` all processes share the work.
+    """
+    inner = inner_features(model, mlps)
+    check_config(model, mlps, kept)
     found: dict[str, tuple[Tensor, Tensor]] = {}
     losses: dict[str, float] = {}
+    downs = downs_of(mlps)
+    owners = workers.spread(downs)
     moments = collect_moments(model, dict.fromkeys(mlps, "input"), calibration, progress)
     for name, moment in moments:
-        if not found:
-            downs = {down: DenseLinear(mlp.down) for down, mlp in mlps.items()}
-            warn_if_few(moment.tokens, downs, stacklevel=4)  # no_grad's wrapper is one
+        if owners[name] != workers.index():
+            continue
         weight = mlps[name].down.weight
         columns = kept_features(weight, moment.matrix, kept)
         narrow, losses[name] = _refitted(weight, moment.matrix, columns)
@@ -108,16 +125,17 @@ def prune_(
             )
         if progress:
             progress("prune", len(found), len(mlps))
-    for name, (columns, narrow) in found.items():
+    for name, (columns, narrow, *_) in workers.exchange(found, owners, downs).items():
         _replace_(mlps[name], columns, narrow)
-    _text_config(model).intermediate_size = kept
-    return Pruned(inner, kept, losses)
+    text_config(model).intermediate_size = kept
+    losses = workers.gather_names(losses)
+    return Pruned(inner, kept, {name: losses[name] for name in mlps})
 
 
-def _mlps(model: nn.Module) -> dict[str, _MLP]:
+def mlps_of(model: nn.Module) -> dict[str, MLP]:
     """The MLPs of the text decoder, by the name of the Linear that reads their inner features."""
     decoder, read = set(text_decoder(model).modules()), text_modules(model)
-    found: dict[str, _MLP] = {}
+    found: dict[str, MLP] = {}
     for name, module in model.named_modules():
         if module not in decoder:
             continue
@@ -130,13 +148,18 @@ def _mlps(model: nn.Module) -> dict[str, _MLP]:
             if module not in read:
                 raise ValueError(f"{name} is an MLP that text does not pass; compress the model")
             *into, down = cast("list[nn.Linear]", [linears[child] for child in (*names, last)])
-            found[f"{name}.{last}"] = _MLP(tuple(into), down)
+            found[f"{name}.{last}"] = MLP(tuple(into), down)
     return found
 
 
-def _inner(model: nn.Module, mlps: Mapping[str, _MLP]) -> int:
+def downs_of(mlps: Mapping[str, MLP]) -> dict[str, DenseLinear]:
+    """The Linears that read inner features, by name."""
+    return {name: DenseLinear(mlp.down) for name, mlp in mlps.items()}
+
+
+def inner_features(model: nn.Module, mlps: Mapping[str, MLP]) -> int:
     """The width of all MLPs, which the config says."""
-    inner = getattr(_text_config(model), "intermediate_size", None)
+    inner = getattr(text_config(model), "intermediate_size", None)
     widths = sorted({mlp.down.in_features for mlp in mlps.values()})
     if not isinstance(inner, int) or widths != [inner]:
         raise ValueError(
@@ -162,7 +185,7 @@ def _kept(ratio: float, inner: int, block: int) -> int:
     return kept
 
 
-def _check_config(model: nn.Module, mlps: Mapping[str, _MLP], kept: int) -> None:
+def check_config(model: nn.Module, mlps: Mapping[str, MLP], kept: int) -> None:
     """Refuse a model of which the smaller width in its config would change anything else."""
     config: Any = copy.deepcopy(model.config)
     config.get_text_config().intermediate_size = kept
@@ -185,12 +208,13 @@ def _check_config(model: nn.Module, mlps: Mapping[str, _MLP], kept: int) -> None
         )
 
 
-def _text_config(model: nn.Module) -> Any:
+def text_config(model: nn.Module) -> Any:
+    """The config of what reads text; None where the model has none."""
     config: Any = getattr(model, "config", None)
     return config if config is None else config.get_text_config()
 
 
-def _replace_(mlp: _MLP, columns: Tensor, narrow: Tensor) -> None:
+def _replace_(mlp: MLP, columns: Tensor, narrow: Tensor) -> None:
     """Take the rows of these inner features, and the columns that were found for them."""
     inner = mlp.down.in_features
     for linear in mlp.into:

@@ -86,7 +86,9 @@ def attach(model: nn.Module, report: CompressionReport) -> None:
         report = replace(report, layers=(*report.layers, *earlier))
     left = {entry.name: entry for entry in (previous.left_dense if previous else ())}
     left |= {entry.name: entry for entry in report.left_dense}
-    report = replace(report, left_dense=still_dense(model, left.values(), report.layers))
+    dense = still_dense(model, left.values(), report.layers)
+    narrowed = report.narrowed or (previous and previous.narrowed)
+    report = replace(report, left_dense=dense, narrowed=narrowed)
     config.quantization_config = record_of(report)  # pyright: ignore
 
 

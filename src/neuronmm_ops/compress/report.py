@@ -194,6 +194,37 @@ class LeftDense:
 
 
 @dataclass(frozen=True)
+class NarrowedMLPs:
+    """What was left out of the MLPs before pairs were found.
+
+    Attributes:
+        inner: inner features of each MLP in the dense model.
+        kept: and now.
+        parameters: that all MLPs lost.
+        bytes: of them.
+    """
+
+    inner: int
+    kept: int
+    parameters: int
+    bytes: int
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `dataclasses.asdict` wrote, checking every value.
+
+        Raises:
+            ValueError: a field is missing, unknown or out of range.
+        """
+        names = [field.name for field in fields(cls)]
+        if not isinstance(values, Mapping) or set(values) != set(names):
+            raise ValueError(f"narrowed must have exactly {', '.join(names)}; got {values!r}")
+        if not all(map(is_count, values.values())) or values["kept"] >= values["inner"]:
+            raise ValueError(f"narrowed: positive integers, kept below inner; got {values!r}")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
 class CompressionReport:
     """Result of `compress_`: what each layer became, and where the factors come from.
 
@@ -209,6 +240,8 @@ class CompressionReport:
             records that do not say.
         left_dense: what the presets among the targets stand for and `layers` does not list, such
             as experts stacked in one parameter, largest first; empty in records that do not say.
+        narrowed: what narrower MLPs removed before, of which `layers` say nothing; None where the
+            config has no `prune_share`.
     """
 
     config: SVDConfig | None
@@ -217,6 +250,7 @@ class CompressionReport:
     provenance: dict[str, Any]
     model_parameters: int | None = None
     left_dense: tuple[LeftDense, ...] = ()
+    narrowed: NarrowedMLPs | None = None
 
     @property
     def ratio(self) -> float:
@@ -226,16 +260,24 @@ class CompressionReport:
     @property
     def effective_ratio(self) -> float:
         """Fraction of the targeted matrices' parameters that is gone."""
-        dense = sum(layer.K * layer.N for layer in self.layers)
-        return 1 - sum(layer.parameters for layer in self.layers) / dense
+        left = sum(layer.parameters for layer in self.layers)
+        return self._removed / (left + self._removed)
 
     @property
     def model_ratio(self) -> float | None:
         """Fraction of the whole model's parameters that is gone; None if their number is."""
-        if self.model_parameters is None:
-            return None
-        removed = sum(layer.K * layer.N - layer.parameters for layer in self.layers)
-        return removed / self.model_parameters
+        return None if self.model_parameters is None else self._removed / self.model_parameters
+
+    @property
+    def dense_bytes(self) -> int:
+        """Of the targeted matrices while they were dense, and all there."""
+        narrowed = self.narrowed.bytes if self.narrowed else 0
+        return narrowed + sum(layer.dense_bytes for layer in self.layers)
+
+    @property
+    def _removed(self) -> int:
+        narrowed = self.narrowed.parameters if self.narrowed else 0
+        return narrowed + sum(layer.K * layer.N - layer.parameters for layer in self.layers)
 
     def with_run(
         self, calibration: Mapping[str, Any], compute_dtype: str, compared: Mapping[str, str]
@@ -263,6 +305,7 @@ class CompressionReport:
             "svd_config": self.config and self.config.to_dict(),
             "layers": [layer.to_dict() for layer in self.layers],
             "left_dense": [asdict(left) for left in self.left_dense],
+            "narrowed": self.narrowed and asdict(self.narrowed),
             "calibration": self.calibration,
             "provenance": self.provenance,
         }
@@ -299,7 +342,9 @@ class CompressionReport:
         if count > 1:
             raise ValueError(f"each layer must be listed once, got {name} {count} times")
         left = tuple(map(LeftDense.from_dict, left_dense))
-        return cls(config, read, calibration, provenance, parameters, left)
+        narrowed = values.get("narrowed")
+        narrowed = None if narrowed is None else NarrowedMLPs.from_dict(narrowed)
+        return cls(config, read, calibration, provenance, parameters, left, narrowed)
 
 
 def provenance_of(model: nn.Module) -> dict[str, str]:

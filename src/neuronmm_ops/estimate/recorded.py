@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,13 +37,15 @@ class Recorded(NamedTuple):
     Attributes:
         report: its record.
         own: its Linears.
-        rival: the same with every recorded matrix dense, in `rival_storage`.
+        dense: the sizes of the dense model, whose MLPs may be wider.
+        rival: its Linears, every recorded matrix in `rival_storage`.
         rival_storage: what most of the matrices have; `RIVAL` where all are of the model's dtype.
         bytes: of all tensors in its files; None where there are no weights beside config.json.
     """
 
     report: CompressionReport
     own: Layers
+    dense: ModelShape
     rival: Layers
     rival_storage: str
     bytes: int | None
@@ -70,10 +73,20 @@ def recorded(model: str, shape: ModelShape) -> Recorded | None:
     stored = Counter([each.storage for each in report.layers if each.storage])
     rival = stored.most_common(1)[0][0] if stored else RIVAL
     dense = dtype_name(rival) or ""
+    whole, narrowed = shape, report.narrowed
+    if narrowed:
+        if narrowed.kept != shape.intermediate_size:
+            raise ValueError(
+                f"config.json has intermediate_size {shape.intermediate_size}, its record says "
+                f"{narrowed.kept}; copy the file again"
+            )
+        whole = replace(shape, intermediate_size=narrowed.inner)
+    _check_sizes(shape, report.layers)
     return Recorded(
         report,
-        _layers(shape, report.layers, _linear),
-        _layers(shape, report.layers, lambda each: Linear(each.K, each.N, None, dense)),
+        _layers(shape, report.layers, lambda each, _: _linear(each)),
+        whole,
+        _layers(whole, report.layers, lambda _, each: each._replace(stored=dense)),
         rival,
         _bytes(directory),
     )
@@ -98,7 +111,7 @@ def described(found: Recorded) -> dict[str, Any]:
             "effective_ratio": report.effective_ratio,
             "bytes": found.bytes,
             "matrix_bytes": sum([each.bytes for each in layers]),
-            "dense_matrix_bytes": sum([each.dense_bytes for each in layers]),
+            "dense_matrix_bytes": report.dense_bytes,
             "low_rank": len(ranks),
             "dense": len(layers) - len(ranks),
             "least_rank": min(ranks, default=None),
@@ -116,21 +129,33 @@ def _linear(layer: LayerReport) -> Linear:
     return Linear(layer.K, layer.N, layer.r, dtype_name(layer.storage) or "")
 
 
-def _layers(
-    shape: ModelShape, layers: Sequence[LayerReport], linear: Callable[[LayerReport], Linear]
-) -> Layers:
-    """The Linears of a model whose other ones are dense; equal layers are one kind."""
+def _check_sizes(shape: ModelShape, layers: Sequence[LayerReport]) -> None:
+    """Raise ValueError where the record and the sizes of the model differ."""
     dense = linears(shape)
-    each = [dict(dense) for _ in range(shape.layers)]
     for layer in layers:
-        number, name = _place(layer, shape)
+        _, name = _place(layer, shape)
         if dense[name][:2] != (layer.K, layer.N):
             raise ValueError(
                 f"{layer.name} must be [{dense[name].K}, {dense[name].N}] by the sizes in "
                 f"config.json, its record says [{layer.K}, {layer.N}]; copy the file again"
             )
+
+
+def _layers(
+    shape: ModelShape,
+    layers: Sequence[LayerReport],
+    linear: Callable[[LayerReport, Linear], Linear],
+) -> Layers:
+    """The Linears of a model whose other ones are dense; equal layers are one kind.
+
+    What is made of a recorded layer is told its dense matrix.
+    """
+    dense = linears(shape)
+    each = [dict(dense) for _ in range(shape.layers)]
+    for layer in layers:
+        number, name = _place(layer, shape)
         for own in each if number is None else [each[number]]:
-            own[name] = linear(layer)
+            own[name] = linear(layer, dense[name])
     counted = Counter([tuple(own.items()) for own in each])
     kinds = [Kind(dict(own), count) for own, count in counted.items()]
     return Layers(tuple(kinds), each[0][HEAD])

@@ -249,14 +249,14 @@ def _narrower(shape: ModelShape, compressed: Mapping[str, Linear], tp: int) -> M
 
 def _of_checkpoint(shape: ModelShape, found: Recorded) -> tuple[list[_Variant], list[str]]:
     """Its layers, beside those of the model while it was dense, and dense in one byte."""
-    dense = _alike(shape, linears(shape))
+    dense = _alike(found.dense, linears(found.dense))
     left_out = ["published_dense and published_low_rank: they have one rank in all layers"]
     if any(each.compute != "x" for each in found.report.layers):
         left_out.append("activations in fp8, which the checkpoint permits")
     return [
-        _Variant("dense", shape, dense),
+        _Variant("dense", found.dense, dense),
         _Variant("low_rank", shape, found.own),
-        _Variant("dense_one_byte", shape, found.rival),
+        _Variant("dense_one_byte", found.dense, found.rival),
     ], left_out
 
 

@@ -1,6 +1,7 @@
 """The dense model that a checkpoint was compressed from, and ordinary checkpoints."""
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from neuronmm_ops.checkpoint import read_config
-from neuronmm_ops.compress.record import compressed_layers, is_record
+from neuronmm_ops.compress.record import attached_report, compressed_layers, is_record
 from neuronmm_ops.errors import CheckpointError
 from neuronmm_ops.hf.computing import load_on
 from neuronmm_ops.hf.loading import check_values, empty_model, load, load_tokenizer
@@ -28,8 +29,8 @@ def load_dense(
 ) -> PreTrainedModel:
     """Load the dense model, without gradients; refuse it where `compressed` was not made of it.
 
-    Every parameter but the factors must be the same. A tokenizer beside it must have the same
-    vocabulary.
+    Every parameter but the factors, and those of narrower MLPs, must be the same. A tokenizer
+    beside it must have the same vocabulary.
 
     Raises:
         CheckpointError: it is missing, cannot be loaded, is compressed itself, or is another one.
@@ -64,13 +65,33 @@ def _difference(compressed: nn.Module, dense: nn.Module) -> str | None:
     shapes |= {name: tuple(parameter.shape) for name, parameter in kept.items()}
     for name in sorted(shapes.keys() ^ found.keys()):
         return f"{name} is in one of them alone"
+    wider = _wider(compressed, shapes, found)
     for name, shape in shapes.items():
-        if tuple(found[name].shape) != shape:
+        if tuple(found[name].shape) != shape and name not in wider:
             return f"{name} is {list(found[name].shape)}, not {list(shape)}"
     for name, parameter in kept.items():
-        if not _same(parameter, found[name]):
+        if name not in wider and not _same(parameter, found[name]):
             return f"{name} has other values"
     return None
+
+
+def _wider(
+    compressed: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    dense: Mapping[str, nn.Parameter],
+) -> set[str]:
+    """The names of the dense model's parameters of which the record says that features left."""
+    report = attached_report(compressed)
+    if report is None or report.narrowed is None:
+        return set()
+    kept, inner, wider = report.narrowed.kept, report.narrowed.inner, set[str]()
+    for name in (f"{layer.name}.{p}" for layer in report.layers for p in ("weight", "bias")):
+        if name in shapes:
+            pairs = list(zip(shapes[name], dense[name].shape, strict=True))
+            grown = [(now, before) for now, before in pairs if now != before]
+            if len(grown) == 1 and grown[0][0] * inner == grown[0][1] * kept:
+                wider.add(name)
+    return wider
 
 
 def _same(parameter: Tensor, other: Tensor) -> bool:

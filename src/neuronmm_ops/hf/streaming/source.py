@@ -49,6 +49,11 @@ def check_streamable(config: SVDConfig) -> None:
             "storage auto cannot be streamed: it measures the whole model; use one storage, or "
             "compress without --stream"
         )
+    if config.prune_share:
+        raise ValueError(
+            "prune_share cannot be streamed: it holds the model; leave one of them out, or run "
+            "neuronmm prune first"
+        )
     if config.weighs_by == "perplexity":
         raise ValueError(
             "importance perplexity cannot be streamed: each probe runs the whole model; use "

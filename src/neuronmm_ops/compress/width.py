@@ -1,0 +1,128 @@
+"""A share of what a budget removes, by narrower MLPs; pairs take the rest."""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import ceil, floor
+
+import torch
+from torch import nn
+
+from neuronmm_ops.compress.batches import Batch, count_tokens
+from neuronmm_ops.compress.budget import dense_costs
+from neuronmm_ops.compress.calibrate import Progress, warn_if_few
+from neuronmm_ops.compress.config import SVDConfig
+from neuronmm_ops.compress.prune import (
+    check_config,
+    downs_of,
+    inner_features,
+    mlps_of,
+    prune_to_,
+    text_config,
+)
+from neuronmm_ops.compress.report import NarrowedMLPs
+from neuronmm_ops.compress.targets import select_targets
+
+SHARES = (0.5, 0.75, 1.0)
+"""That `compare` tries."""
+
+
+@contextmanager
+def narrowed(
+    model: nn.Module,
+    config: SVDConfig,
+    dtypes: Mapping[str, torch.dtype],
+    only_text: bool,
+    calibration: Sequence[Batch],
+    progress: Progress | None,
+) -> Generator[tuple[SVDConfig, NarrowedMLPs]]:
+    """Leave out inner features for the `prune_share` of what the config removes.
+
+    Args:
+        model: dense; as it was where the block fails, and until then held beside what is new.
+        config: with a `prune_share`.
+        dtypes: of Linears' weights, where they are stored in others than they are held in.
+        only_text: as of `select_targets`.
+        calibration: as of `compress_`.
+        progress: as of `prune_`.
+
+    Yields:
+        The config for what is left of the budget, and what was left out.
+
+    Raises:
+        ValueError: `kept_width` finds none, or `prune_` refuses the MLPs.
+        NonFiniteError: as of `prune_`.
+    """
+    kept = kept_width(model, config, dtypes, only_text)
+    mlps = mlps_of(model)
+    warn_if_few(sum(map(count_tokens, calibration)), downs_of(mlps), stacklevel=7)
+    linears = [linear for mlp in mlps.values() for linear in (*mlp.into, mlp.down)]
+    before = [(linear, linear.weight, linear.bias) for linear in linears]
+    cost = sum(_costs(model, config, dtypes, only_text).values())
+    pruned = prune_to_(model, mlps, kept, calibration, progress)
+    try:
+        left = sum(_costs(model, config, dtypes, only_text).values())
+        removed = sum(weight.numel() - linear.weight.numel() for linear, weight, _ in before)
+        itemsize = dtypes.get(next(iter(mlps)), linears[0].weight.dtype).itemsize
+        report = NarrowedMLPs(pruned.inner, kept, removed, removed * itemsize)
+        yield replace(config, ratio=max(0.0, 1 - (1 - config.ratio) * cost / left)), report
+    except BaseException:
+        text_config(model).intermediate_size = pruned.inner
+        for linear, weight, bias in before:
+            linear.weight, linear.bias = weight, bias
+            linear.out_features, linear.in_features = weight.shape
+        raise
+
+
+def kept_width(
+    model: nn.Module, config: SVDConfig, dtypes: Mapping[str, torch.dtype], only_text: bool
+) -> int:
+    """Return how many inner features stay: blocks that remove at most the share, or at least all.
+
+    Raises:
+        ValueError: the MLPs are not what `prune_` takes, one is not targeted, or no whole block
+            goes, or none stays.
+    """
+    mlps = mlps_of(model)
+    inner = inner_features(model, mlps)
+    costs = _costs(model, config, dtypes, only_text)
+    names = {module: name for name, module in model.named_modules()}
+    own = [names[linear] for mlp in mlps.values() for linear in (*mlp.into, mlp.down)]
+    missing = next((name for name in own if name not in costs), None)
+    if missing:
+        raise ValueError(
+            f"prune_share narrows all MLPs, {missing} is not among the targets; add mlp to them"
+        )
+    removed = config.ratio * config.prune_share * sum(costs.values())
+    blocks = inner / config.block * (1 - removed / sum(costs[name] for name in own))
+    # 0.1 of 1280 features are 128, whatever 1 - 0.9 is in binary
+    whole = floor(blocks + 1e-9) if config.prune_share == 1 else ceil(blocks - 1e-9)
+    kept = whole * config.block
+    if not 0 < kept < inner:
+        raise ValueError(
+            f"prune_share must leave some and not all of {inner} inner features, in blocks of "
+            f"{config.block}; {config.prune_share} of ratio {config.ratio} leaves {kept}; use "
+            "another share or a smaller block"
+        )
+    check_config(model, mlps, kept)
+    return kept
+
+
+def shares(
+    model: nn.Module, config: SVDConfig, dtypes: Mapping[str, torch.dtype]
+) -> list[SVDConfig]:
+    """Return the config with each of `SHARES` that the model and the budget allow."""
+    found: list[SVDConfig] = []
+    for share in SHARES:
+        try:
+            kept_width(model, each := replace(config, prune_share=share), dtypes, only_text=True)
+        except ValueError:
+            continue
+        found.append(each)
+    return found
+
+
+def _costs(
+    model: nn.Module, config: SVDConfig, dtypes: Mapping[str, torch.dtype], only_text: bool
+) -> dict[str, float]:
+    return dense_costs(config, select_targets(model, config, only_text).linears, dtypes)
