@@ -89,6 +89,7 @@ CASES = {
     "drift": Case({"method": "drift", "targets": "all-linear"}),
     "kfac": Case({"method": "kfac", "targets": "all-linear"}),
     "perplexity": Case({"method": "swift", "importance": "perplexity"}),
+    "narrower": Case({"targets": "all-linear", "prune_share": 0.5}),
     "masked": Case({}, masked),
     "masked-drift": Case({"method": "drift"}, masked),
     "one-batch": Case({}, lambda: token_batches(1)),

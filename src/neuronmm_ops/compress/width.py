@@ -97,7 +97,7 @@ def kept_width(
     blocks = inner / config.block * (1 - removed / sum(costs[name] for name in own))
     # 0.1 of 1280 features are 128, whatever 1 - 0.9 is in binary
     whole = floor(blocks + 1e-9) if config.prune_share == 1 else ceil(blocks - 1e-9)
-    kept = whole * config.block
+    kept = min(whole * config.block, inner)
     if not 0 < kept < inner:
         raise ValueError(
             f"prune_share must leave some and not all of {inner} inner features, in blocks of "
