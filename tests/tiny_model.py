@@ -24,9 +24,9 @@ CONFIG = {
 SHORT = {"target": "trn2", "prompt": 40, "new": 9}
 
 
-def write_tiny(path):
+def write_tiny(path, **changes):
     """Write its config.json, and return the directory."""
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "config.json").write_text(json.dumps(CONFIG | changes))
     return str(path)
 
 

@@ -10,7 +10,7 @@ from tiny_model import CONFIG, LAYERS, SHORT, TINY, H, I, by_name, components, r
 
 from neuronmm_ops import SVDConfig
 from neuronmm_ops.compress.record import record_of
-from neuronmm_ops.compress.report import CompressionReport, LayerReport
+from neuronmm_ops.compress.report import CompressionReport, LayerReport, NarrowedMLPs
 from neuronmm_ops.estimate.ends import ENDS
 from neuronmm_ops.estimate.launches import of_op
 from neuronmm_ops.estimate.linears import linears, selection
@@ -46,10 +46,11 @@ MIXED = [
 ]
 
 
-def write(path, layers, **config):
+def write(path, layers, narrowed=None, **config):
     """The config.json of a checkpoint with these layers."""
     path.mkdir(exist_ok=True)
-    record = record_of(CompressionReport(SVDConfig(ratio=0.3), tuple(layers), None, {}))
+    report = CompressionReport(SVDConfig(ratio=0.3), tuple(layers), None, {}, narrowed=narrowed)
+    record = record_of(report)
     text = json.dumps(CONFIG | config | {"quantization_config": record})
     (path / "config.json").write_text(text)
     return str(path)
@@ -120,6 +121,25 @@ def test_even_ranks_are_those_of_the_options(tmp_path):
     for name in ("ours", "storage", "rank"):
         assert own["speedups"][name] == uniform["speedups"][name]
     assert own["storage"] == "fp8"
+
+
+def test_dense_is_the_model_before_its_mlps_were_narrowed(tmp_path):
+    (tmp_path / "wide").mkdir()
+    wide = write_tiny(tmp_path / "wide", intermediate_size=2 * I)
+    removed = 3 * H * I * LAYERS
+    narrowed = NarrowedMLPs(2 * I, I, removed, 2 * removed)
+    found, before = run(write(tmp_path / "tiny", ONE_BYTE, narrowed), **SHORT), run(wide, **SHORT)
+    own = by_name(found["variants"])
+    assert own["dense"] == by_name(before["variants"])["dense"]
+    sizes = {
+        name: {(x["K"], x["N"]) for x in own[name]["linears"] if x["name"] in MLP} for name in own
+    }
+    assert sizes["low_rank"] == {(H, I), (I, H)}
+    assert sizes["dense"] == sizes["dense_one_byte"] == {(H, 2 * I), (2 * I, H)}
+    listed = sum(layer.dense_bytes for layer in ONE_BYTE)
+    assert found["checkpoint"]["dense_matrix_bytes"] == listed + 2 * removed
+    with pytest.raises(ValueError, match=r"intermediate_size .*, its record says 8; copy the file"):
+        run(write(tmp_path / "odd", ONE_BYTE, replace(narrowed, kept=8)), **SHORT)
 
 
 def test_what_is_stored_apart_is_launched_apart(tmp_path):

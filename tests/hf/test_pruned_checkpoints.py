@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,18 @@ from hf.test_dense_export import ALONE
 from safetensors.torch import load_file, save_file
 from tiny import tiny_directory, tiny_ids, tiny_model, tiny_tokenizer
 
-from neuronmm_ops import CheckpointError, NonFiniteError, hf, output, prune_
+from neuronmm_ops import (
+    CheckpointError,
+    NonFiniteError,
+    SVDConfig,
+    compress_,
+    hf,
+    output,
+    prune_,
+)
+from neuronmm_ops.checkpoint import inspect_checkpoint
 from neuronmm_ops.manifest import verify
+from neuronmm_ops.recover import RecoverConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
 OPTIONS = {"ratio": 0.25, "block": 8, "samples": 16, "seqlen": 64}
@@ -41,6 +52,71 @@ def test_it_is_compressed_like_any_dense_model(tmp_path):
     assert {layer.K for layer in report.layers} == {64, 128}
     loaded = hf.load(tmp_path / "small", dtype=torch.float32)
     assert torch.isfinite(loaded(tiny_ids()).logits).all()
+
+
+SHARED = SVDConfig(ratio=0.4, block=8, targets="all-linear", prune_share=0.75)
+IN_A_NEW_PROCESS = """
+import sys, torch
+from neuronmm_ops import hf
+model = hf.load(sys.argv[1], dtype=torch.float32)
+torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("storage", [None, "int8"])
+def test_a_share_is_saved_and_loaded(family, storage, tmp_path):
+    dense, small = tiny_directory(tmp_path / "dense", family), tmp_path / "small"
+    config = replace(SHARED, storage=storage)
+    report = compress(dense, small, config)
+    assert json.loads((small / "config.json").read_text())["intermediate_size"] == 104
+    verify(small)
+    assert inspect_checkpoint(small) == report
+    assert report.narrowed.kept == 104
+    model = hf.load(dense, dtype=torch.float32)
+    compress_(model, config, hf.calibration_batches(tiny_tokenizer(), TEXT, 16, 64))
+    torch.save(tiny_ids(), tmp_path / "ids")
+    given = [str(tmp_path / name) for name in ("small", "ids", "logits")]
+    subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS, *given], check=True)
+    torch.testing.assert_close(torch.load(tmp_path / "logits"), model(tiny_ids()).logits)
+
+
+def test_a_run_with_a_share_is_repeated_to_the_bit(tmp_path):
+    dense = tiny_directory(tmp_path / "dense")
+    compress(dense, tmp_path / "small", SHARED)
+    run = hf.read_run(tmp_path / "small" / "compression.json")
+    assert run.config == SHARED
+    compress(dense, tmp_path / "again", run.config)
+    again = hf.read_run(tmp_path / "again" / "compression.json")
+    assert again.weights_sha256 == run.weights_sha256
+
+
+def test_recovery_learns_from_the_wider_model(tmp_path):
+    dense, small = tiny_directory(tmp_path / "dense"), tmp_path / "small"
+    compress(dense, small, SHARED)
+    config = RecoverConfig(steps=2, seqlen=32, batch_tokens=128)
+    report = hf.recover(small, TEXT, tmp_path / "better", config)
+    assert report.narrowed == inspect_checkpoint(small).narrowed
+    weights = load_file(dense / "model.safetensors")
+    weights["model.norm.weight"][3] += 1
+    save_file(weights, dense / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has other values"):
+        hf.recover(small, TEXT, tmp_path / "other", config)
+    wider = tiny_directory(tmp_path / "wider", intermediate_size=192)
+    with pytest.raises(CheckpointError, match=r"mlp\.\w+\.weight is .*192.*, not "):
+        hf.recover(small, TEXT, tmp_path / "other", config, dense=wider)
+
+
+def test_all_of_the_budget_in_width_is_exported_as_what_prune_writes(tmp_path):
+    dense = tiny_directory(tmp_path / "dense")
+    compress(dense, tmp_path / "small", SVDConfig(ratio=0.25, block=8, prune_share=1.0))
+    hf.export_dense(tmp_path / "small", tmp_path / "exported")
+    hf.prune(dense, TEXT, tmp_path / "pruned", **OPTIONS)
+    found, expected = (
+        load_file(tmp_path / n / "model.safetensors") for n in ("exported", "pruned")
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_what_is_refused_writes_nothing(tmp_path):

@@ -214,6 +214,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path):
     [
         ({"method": "swift", "importance": "perplexity"}, "importance perplexity cannot be"),
         ({"targets": ("mlp", "lm_head")}, "lm_head is in none of model.layers"),
+        ({"prune_share": 0.5}, "prune_share cannot be streamed: it holds the model; leave one"),
         ({"ratio": 0.95, "block": 40}, "no allocation meets the budget"),
     ],
 )
