@@ -9,6 +9,7 @@ and CALDERA's (arXiv 2405.18886) idea; once, Q first, QERA's (arXiv 2410.06040).
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -25,6 +26,7 @@ from neuronmm_ops.compress.factorize import factorize
 from neuronmm_ops.compress.feedback import rounded
 from neuronmm_ops.compress.quantize import pair_loss, quantize_pair
 from neuronmm_ops.compress.targets import select_targets
+from neuronmm_ops.compress.width import WIDTHS
 from neuronmm_ops.eval import block_length, encode_documents
 from neuronmm_ops.storages import SCALE_BYTES, STORAGES, WeightStorage, factor_bytes
 
@@ -111,7 +113,7 @@ class Correction(NamedTuple):
     rounds: int
 
 
-NO_LABELS = dict.fromkeys(("kind", "storage", "group", "rank", "rounds", "ratio"))
+NO_LABELS = dict.fromkeys(("kind", "storage", "group", "rank", "rounds", "ratio", "width"))
 
 
 def run(progress: Progress | None = None) -> list[dict[str, Any]]:
@@ -129,6 +131,7 @@ def measure(
     ranks: Sequence[int] = RANKS,
     ratios: Sequence[float] = RATIOS,
     shares: Sequence[float] = SHARES,
+    widths: Sequence[float] = WIDTHS,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Round all Linears of a trained model's layers in each way and compare predictions.
@@ -139,15 +142,16 @@ def measure(
         ranks: of `U V`.
         ratios: of pairs without Q.
         shares: of bfloat16's bytes, budgets of storage `auto`.
+        widths: of all parameters, that narrower MLPs remove of those budgets.
         progress: told `("residuals", models done, models in all)`.
 
     Returns:
         For each way and text: `kind` (`dense`, `residual`, `pair` without Q, or `auto`, the
         product's own choice for each matrix), `storage` (of the matrix, of Q, or of the pair),
         `group` (rows that share a scale, None for all), `rank` and `rounds` (of `U V`; None for
-        others), `ratio` (of pairs and the budget), `bytes` (relative to bfloat16,
-        scales included), `text`, what `divergence.measured` measures, and `quotient`: KL by that of
-        `best_of` the reference.
+        others), `ratio` (of pairs and the budget), `width` (of a budget, else None), `bytes`
+        (relative to bfloat16, scales included), `text`, what `divergence.measured` measures, and
+        `quotient`: KL by that of `best_of` the reference.
     """
     from neuronmm_ops import hf
 
@@ -162,9 +166,10 @@ def measure(
     calibration = trial.calibration.read_text(encoding="utf-8")
     batches = hf.calibration_batches(tokenizer, calibration, TOKENS // seqlen, seqlen)
     rows: list[dict[str, Any]] = []
-    total = len(REFERENCE) + len(FINER) + len(PAIRS) * len(ratios) + len(shares)
-    total += len(COARSE) * len(ranks) * len(ROUNDS)
-    for done, found in enumerate(_candidates(dense, batches, ranks, ratios, shares), start=1):
+    total = len(REFERENCE) + len(FINER) + len(PAIRS) * len(ratios)
+    total += len(COARSE) * len(ranks) * len(ROUNDS) + len(shares) * (1 + len(widths))
+    budgets = list(product(shares, (0.0, *widths)))
+    for done, found in enumerate(_candidates(dense, batches, ranks, ratios, budgets), start=1):
         labels = {**found.labels, "bytes": found.share}
         rows += [
             {**labels, "text": name, **measured(found.model, text)} for name, text in known.items()
@@ -207,7 +212,8 @@ def best_of(points: Sequence[tuple[float, float]], share: float) -> float | None
 def label(row: dict[str, Any]) -> str:
     """Say what a row is of."""
     if row["kind"] in ("pair", "auto"):
-        return f"{row['kind']} {row['storage'] or 'storage'}, ratio {row['ratio']:g}"
+        narrower = f", narrower {row['width']:g}" if row["width"] else ""
+        return f"{row['kind']} {row['storage'] or 'storage'}, ratio {row['ratio']:g}{narrower}"
     of_groups = f" g{row['group']}" if row["group"] else ""
     if row["kind"] == "dense":
         return f"dense {row['storage']}{of_groups}"
@@ -220,7 +226,7 @@ def _candidates(
     batches: Sequence[Tensor],
     ranks: Sequence[int],
     ratios: Sequence[float],
-    shares: Sequence[float],
+    budgets: Sequence[tuple[float, float]],
 ) -> Iterator[RoundedModel]:
     """Yield every model: `REFERENCE` first."""
     linears = select_targets(dense, SVDConfig(targets=TARGETS)).linears
@@ -248,20 +254,19 @@ def _candidates(
         yield candidate(found, kind="residual", **labels, rounds=rounds, rank=rank)
     dtypes = dict.fromkeys(linears, torch.bfloat16)
     config_of = partial(SVDConfig, targets=TARGETS, block=8)
-    configs = [
-        ("pair", storage, config_of(ratio=ratio, storage=storage))
+    configs: list[tuple[dict[str, Any], SVDConfig]] = [
+        ({"kind": "pair", "storage": storage}, config_of(ratio=ratio, storage=storage))
         for storage, ratio in product(PAIRS, ratios)
     ]
-    configs += [
-        ("auto", None, config_of(ratio=1 - share, storage="auto", budget="bytes"))
-        for share in shares
-    ]
-    for kind, storage, config in configs:
+    for share, width in budgets:
+        config = config_of(ratio=1 - share, storage="auto", budget="bytes")
+        labels = {"kind": "auto", "storage": None, "width": width}
+        configs.append((labels, replace(config, prune_share=width / config.ratio)))
+    for labels, config in configs:
         model = copy.deepcopy(dense)
         report = compress_(model, config, batches, dtypes=dtypes)
-        labels = {"kind": kind, "storage": storage, "ratio": config.ratio}
         share = sum(layer.bytes for layer in report.layers) / size
-        yield RoundedModel(NO_LABELS | labels, model, share)
+        yield RoundedModel(NO_LABELS | labels | {"ratio": config.ratio}, model, share)
 
 
 def _dense(stored: WeightStorage, matrix: Tensor, moment: SecondMoment) -> Found:

@@ -19,7 +19,8 @@ def divergence_page() -> str:
         "rank; *converged* has learned a table of facts whole. Every cell: the divergence from the "
         "dense model's predictions in nats a token and its standard error, over SVD-LLM's, and "
         "what the cross entropy grows by. Others than SVD-LLM remove as much as it does, or more. "
-        "*pruned*: MLPs of fewer inner features, a dense model; *then*: half of what is removed.",
+        "*pruned*: MLPs of fewer inner features, a dense model; *pruned 0.75, then*: for this "
+        "share of what goes; *compared*: what `compress --compare` takes by text kept apart.",
         *(block for key in texts for block in _blocks(*key, rows)),
     )
 

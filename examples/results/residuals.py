@@ -21,7 +21,8 @@ def residuals_page() -> str:
         "and int5 are rounded to, not stored. The quotient is by the best of dense int2, int3, "
         "int4, int5, int8 and fp8 at as many bytes, log-linear between them. Corrected matrices "
         f"diverge at least **{least:.1f}x** as much. `auto` is `--storage auto --budget bytes`, of "
-        "fp8, int8, int4, bfloat16 and pairs of each: where int5 and int3 would do, it has none.",
+        "fp8, int8, int4, bfloat16 and pairs of each: where int5 and int3 would do, it has none. "
+        "*Narrower*: so much of it by narrower MLPs, as `--compare` tries.",
         *(block for key in texts for block in _blocks(*key, rows)),
     )
 

@@ -29,7 +29,7 @@ def test_the_best_dense_at_the_same_bytes(share, expected):
 
 @pytest.fixture(scope="module")
 def rows():
-    few = {"ranks": (16,), "ratios": (0.4,), "shares": (0.4, 0.24)}
+    few = {"ranks": (16,), "ratios": (0.4,), "shares": (0.4, 0.24), "widths": (0.2,)}
     return residuals.measure(TRIALS["converged"], characters=3000, **few)
 
 
@@ -47,9 +47,15 @@ def test_dense_is_better_at_the_same_bytes(rows):
 
 
 def test_the_own_choice_is_within_its_budget_and_below_pairs_alone(rows):
-    many, few = (row for row in rows if row["kind"] == "auto")
+    many, few = (row for row in rows if row["kind"] == "auto" and not row["width"])
     assert [many["bytes"], few["bytes"]] == pytest.approx([0.4, 0.24], rel=0.03)
     assert many["kl"] < few["kl"] < of(rows, kind="pair", storage="int4")["kl"]
+
+
+def test_narrower_mlps_in_the_budget_are_nearer_than_any_dense_storage_of_its_bytes(rows):
+    (narrower,) = (row for row in rows if row["width"] and row["ratio"] > 0.7)
+    assert narrower["bytes"] == pytest.approx(0.24, rel=0.03)
+    assert narrower["quotient"] < 0.8
 
 
 @pytest.mark.parametrize("storage", ["int2", "int3", "int4"])
@@ -71,5 +77,6 @@ def test_the_table(run, rows, monkeypatch):
         "int3 g128 + rank 16, 4 rounds",
         "pair int8, ratio 0.4",
         "auto storage, ratio 0.76",
+        "auto storage, ratio 0.76, narrower 0.2",
     ):
         assert label in shown

@@ -24,7 +24,9 @@ from neuronmm_ops.compress.report import NarrowedMLPs
 from neuronmm_ops.compress.targets import select_targets
 
 SHARES = (0.5, 0.75, 1.0)
-"""That `compare` tries."""
+"""Of what is removed, that `compare` tries."""
+WIDTHS = (0.05, 0.1, 0.2, 0.3)
+"""The same, of all there is, where storages remove from a budget of bytes or time, too."""
 
 
 @contextmanager
@@ -111,9 +113,10 @@ def kept_width(
 def shares(
     model: nn.Module, config: SVDConfig, dtypes: Mapping[str, torch.dtype]
 ) -> list[SVDConfig]:
-    """Return the config with each of `SHARES` that the model and the budget allow."""
+    """Return the config with each of `SHARES`, or `WIDTHS`, that the model and budget allow."""
     found: list[SVDConfig] = []
-    for share in SHARES:
+    stores = config.budget != "parameters" and (config.one_byte or config.is_mixed)
+    for share in [width / config.ratio for width in WIDTHS] if stores else SHARES:
         try:
             kept_width(model, each := replace(config, prune_share=share), dtypes, only_text=True)
         except ValueError:
