@@ -176,7 +176,7 @@ def test_too_little_text_is_warned_of_once(share):
         ({"layer_ratios": {"down_proj": 0.1}}, "0 with allocation uniform or layer ratios"),
         ({"targets": "attention"}, "mlp.gate_proj is not among the targets; add mlp"),
         ({"targets": "up_proj"}, "mlp.gate_proj is not among the targets; add mlp"),
-        ({"ratio": 0.0}, "prune_share must leave some and not all of 176 .* leaves 176"),
+        ({"ratio": 0.0, "prune_share": 1.0}, "prune_share is of what ratio removes, got ratio 0"),
         ({"ratio": 0.1}, "of ratio 0.1 leaves 176; use another share or a smaller block"),
         ({"ratio": 0.9, "targets": "all-linear", "prune_share": 1.0}, "leaves -?[0-9]+; use"),
     ],
@@ -213,6 +213,12 @@ def test_other_mlps_are_compared_without(kind):
     model, config = tiny_family(kind), SVDConfig(ratio=0.3, block=8, targets="all-linear")
     assert shares(model, config, {}) == []
     assert not any(each.prune_share for each in compare.candidates(model, config, {}))
+
+
+def test_where_nothing_is_removed_no_share_is_tried():
+    for budget in ("bytes", "parameters"):
+        config = SVDConfig(ratio=0.0, storage="int8", budget=budget)
+        assert shares(tiny_model(), config, {}) == []
 
 
 def test_a_share_that_is_asked_for_is_not_overruled():

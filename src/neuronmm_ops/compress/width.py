@@ -85,6 +85,8 @@ def kept_width(
         ValueError: the MLPs are not what `prune_` takes, one is not targeted, or no whole block
             goes, or none stays.
     """
+    if config.ratio == 0:
+        raise ValueError("prune_share is of what ratio removes, got ratio 0; leave one of them out")
     mlps = mlps_of(model)
     inner = inner_features(model, mlps)
     costs = _costs(model, config, dtypes, only_text)
@@ -116,7 +118,8 @@ def shares(
     """Return the config with each of `SHARES`, or `WIDTHS`, that the model and budget allow."""
     found: list[SVDConfig] = []
     stores = config.budget != "parameters" and (config.one_byte or config.is_mixed)
-    for share in [width / config.ratio for width in WIDTHS] if stores else SHARES:
+    tried = [width / config.ratio for width in WIDTHS if config.ratio] if stores else SHARES
+    for share in tried:
         try:
             kept_width(model, each := replace(config, prune_share=share), dtypes, only_text=True)
         except ValueError:
