@@ -178,7 +178,7 @@ def _models(
                 removed = report.effective_ratio
             yield _labels(config.method, config, ratio, report.effective_ratio), model
         default = replace(DEFAULT, ratio=removed, block=candidates[0].block, targets=TARGETS)
-        narrower = {_name(each): each for each in shares(dense, default, {})}
+        narrower = {_name(each): each for each in shares(dense, default, {}, SHARES)}
         taken, _ = nearest(dense, compare.candidates(dense, default, {}), batches)
         for name, config in (narrower | {COMPARED: taken}).items():
             model = copy.deepcopy(dense)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from hf.families import tiny_family
 from outcomes import refused
 from tiny import tiny_ids, tiny_model
 
@@ -100,6 +101,7 @@ def test_the_fastest_draft_is_written_with_its_record(run, costing, tmp_path):
 
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["made_by"] == "draft"
+    assert json.loads((out / "config.json").read_text())["intermediate_size"] < 512
     assert manifest["source"]["sha256"] == ModelSource.of(demo.MODEL).sha256
     record = run("inspect", out, "--json").document()["provenance"]["draft"]
     assert (record["tokens_ahead"], record["candidates"]) == (4, rows)
@@ -133,6 +135,12 @@ def test_a_distilled_draft_is_nearer_to_the_model(costing, tmp_path):
         draft = hf.load_packed(tmp_path / name)
         found.append(acceptance.acceptance(model, draft, contexts).sampled)
     assert found[1] > found[0] + 0.02
+
+
+@pytest.mark.parametrize(("family", "share"), [("llama", 0.75), ("gpt2", 0.0)])
+def test_what_is_removed_is_narrower_mlps_first_where_they_may_be(family, share):
+    config = candidates._config(tiny_family(family), candidates.DraftConfig((0,), 0.5))
+    assert config.prune_share == share
 
 
 def test_passes_are_measured_after_the_same_cache():

@@ -17,7 +17,7 @@ from neuronmm_ops.compress import compare
 from neuronmm_ops.compress.allocate import NoAllocationError
 from neuronmm_ops.compress.record import attached_report
 from neuronmm_ops.compress.report import CompressionReport
-from neuronmm_ops.compress.width import SHARES, kept_width, shares
+from neuronmm_ops.compress.width import SHARES, compared, kept_width
 from neuronmm_ops.plan import plan_op
 
 pytestmark = pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
@@ -211,14 +211,14 @@ def test_what_reads_images_keeps_its_width():
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral", "opt"])
 def test_other_mlps_are_compared_without(kind):
     model, config = tiny_family(kind), SVDConfig(ratio=0.3, block=8, targets="all-linear")
-    assert shares(model, config, {}) == []
+    assert compared(model, config, {}) == []
     assert not any(each.prune_share for each in compare.candidates(model, config, {}))
 
 
 def test_where_nothing_is_removed_no_share_is_tried():
     for budget in ("bytes", "parameters"):
         config = SVDConfig(ratio=0.0, storage="int8", budget=budget)
-        assert shares(tiny_model(), config, {}) == []
+        assert compared(tiny_model(), config, {}) == []
 
 
 def test_a_share_that_is_asked_for_is_not_overruled():

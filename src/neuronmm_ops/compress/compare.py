@@ -22,7 +22,7 @@ from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.mixed import storages_of
 from neuronmm_ops.compress.pipeline import compress_
 from neuronmm_ops.compress.targets import select_targets
-from neuronmm_ops.compress.width import shares
+from neuronmm_ops.compress.width import compared
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.storages import STORAGES
 
@@ -46,7 +46,7 @@ def candidates(
     """
     found, linears = [config], select_targets(model, config, only_text=True).linears
     if not config.prune_share:
-        found += shares(model, config, dtypes)
+        found += compared(model, config, dtypes)
     other = {"kfac": "kfac-drift", "kfac-drift": "kfac"}.get(config.method)
     if other and config.allocation == "greedy":
         found.append(replace(config, method=other))

@@ -112,13 +112,24 @@ def kept_width(
     return kept
 
 
-def shares(
+def compared(
     model: nn.Module, config: SVDConfig, dtypes: Mapping[str, torch.dtype]
 ) -> list[SVDConfig]:
     """Return the config with each of `SHARES`, or `WIDTHS`, that the model and budget allow."""
+    if config.budget == "parameters" or not (config.one_byte or config.is_mixed):
+        return shares(model, config, dtypes, SHARES)
+    tried = [width / config.ratio for width in WIDTHS if config.ratio]
+    return shares(model, config, dtypes, tried)
+
+
+def shares(
+    model: nn.Module,
+    config: SVDConfig,
+    dtypes: Mapping[str, torch.dtype],
+    tried: Sequence[float],
+) -> list[SVDConfig]:
+    """Return the config with each `prune_share` that is tried and the model and budget allow."""
     found: list[SVDConfig] = []
-    stores = config.budget != "parameters" and (config.one_byte or config.is_mixed)
-    tried = [width / config.ratio for width in WIDTHS if config.ratio] if stores else SHARES
     for share in tried:
         try:
             kept_width(model, each := replace(config, prune_share=share), dtypes, only_text=True)

@@ -13,6 +13,7 @@ from neuronmm_ops.compress import SVDConfig, compress_
 from neuronmm_ops.compress.batches import check_ids
 from neuronmm_ops.compress.record import attached_report
 from neuronmm_ops.compress.targets import select_targets
+from neuronmm_ops.compress.width import shares
 from neuronmm_ops.draft.layers import depths, influences, keep_
 from neuronmm_ops.eval import block_length, encode_documents
 from neuronmm_ops.hf.computing import AUTO, computing_in, dtype_of, load_on
@@ -35,6 +36,8 @@ RATIOS = (0.3, 0.5, 0.7)
 STORAGES = ("int8", "fp8", "int4")
 """Tried for the fastest draft in the model's dtype."""
 TARGETS = "all-linear"
+PRUNE_SHARE = 0.75
+"""Of what is removed, where the model's MLPs allow it: more tokens are accepted than of pairs."""
 SEQLEN, SAMPLES, BATCH = 256, 128, 16
 CPU = torch.device("cpu")
 
@@ -145,9 +148,11 @@ def _config(model: PreTrainedModel, candidate: DraftConfig) -> SVDConfig:
     linears = select_targets(model, SVDConfig(targets=TARGETS)).linears.values()
     sizes = [(linear.in_features, linear.out_features) for linear in linears]
     least = int(min(K * N / (K + N) for K, N in sizes) * (1 - candidate.ratio))
-    return SVDConfig(
+    config = SVDConfig(
         ratio=candidate.ratio,
         block=min(128, max(STEP, 1 << least.bit_length() - 1)),
         targets=TARGETS,
         storage=candidate.storage,
     )
+    narrower = shares(model, config, {}, (PRUNE_SHARE,))
+    return narrower[0] if narrower else config
