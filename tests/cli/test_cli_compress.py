@@ -38,7 +38,7 @@ def test_the_whole_road(run, compress, dense, text, tmp_path):
     assert summary == document
     assert list(summary) == [
         *("ratio", "effective_ratio", "model_ratio", "compute_dtype", "bytes", "dense_bytes"),
-        *("left_dense", "config", "calibration", "provenance", "layers"),
+        *("narrowed", "left_dense", "config", "calibration", "provenance", "layers"),
     ]
     assert summary["config"]["ratio"] == 0.3
     assert summary["calibration"]["tokens"] == 32 * 64
@@ -91,13 +91,28 @@ def test_storage(run, compress, dense, tmp_path, storage, dtype, stream):
     assert "bit for bit" in again.page()
 
 
+@pytest.mark.parametrize(
+    ("share", "words"), [("0.5", "part of that ratio"), ("1", "neuronmm prune")]
+)
+def test_narrower_mlps_are_told(run, compress, dense, tmp_path, share, words):
+    options = ("--ratio", "0.4", "--prune-share", share)
+    page = compress(dense, *options).page()
+    narrowed = run("inspect", tmp_path / "out", "--json").document()["narrowed"]
+    assert f"MLPs: {narrowed['kept']} of {narrowed['inner']} inner features stay" in page
+    assert words in page
+    shown = compress(dense, *options, "--compare", "--force").page()
+    assert f"narrower {share}" in " ".join(shown.split())
+    refused(compress(dense, *options, "--targets", "attention", "--force"), "add mlp to them")
+    refused(compress(dense, "--prune-share", "2", "--force"), "prune_share must be in [0, 1]")
+
+
 def test_a_layer_whose_loss_is_unknown_is_shown(capsys):
     layer = {"name": "fc1", "K": 8, "N": 8, "r": 2, "dense": False, "loss": None, "bytes": 128}
     layer |= {"bits_per_weight": 16.0, "compute": "x", "storage": None}
     ratios = {"ratio": 0.5, "effective_ratio": 0.5, "model_ratio": None, "compute_dtype": None}
     provenance = {"model": "m", "torch": "2", "recovery": [{"steps": 3}]}
     record = {"config": None, "calibration": None, "provenance": provenance}
-    sizes = {"bytes": 128, "dense_bytes": 256, "left_dense": []}
+    sizes = {"bytes": 128, "dense_bytes": 256, "narrowed": None, "left_dense": []}
     show_summary({**ratios, **record, **sizes, "layers": [layer]})
     shown = capsys.readouterr().out
     for words in ("factors are not of neuronmm compress", "from m, torch 2\n", "unknown"):

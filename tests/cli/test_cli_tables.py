@@ -90,6 +90,7 @@ def test_of_layers(show, line, storage, loss):
     document = {"ratio": 0.2, "effective_ratio": 0.2, "model_ratio": 0.1, "left_dense": []}
     document |= {"bytes": 10**9, "dense_bytes": 2 * 10**9, "compute_dtype": "float32"}
     document |= {"config": None, "calibration": None, "provenance": {}, "verified": True}
+    document["narrowed"] = {"inner": 28672, "kept": 20480} if loss else None
     document["layers"] = [{"name": f"model.layers.79.{name}", **layer} for name in names]
     show(line, document)
 
