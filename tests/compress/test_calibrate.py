@@ -6,11 +6,12 @@ from slow_cpu import NarrowProducts, make_slow
 from tolerances import assert_close_to_oracle, assert_same_in_fp64
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from toys import GatedMLP, causal_lm, token_batches
+from toys import FAMILIES, GatedMLP, causal_lm, token_batches
 
 from neuronmm_ops import NonFiniteError, collect_moments
-from neuronmm_ops.compress import calibrate
+from neuronmm_ops.compress import calibrate, running
 from neuronmm_ops.compress.batches import fingerprint
+from neuronmm_ops.nn import dense_linears
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -167,7 +168,7 @@ def test_nothing_is_multiplied_in_a_slow_dtype(monkeypatch, dtype):
 
 def test_a_model_without_slow_dtypes_is_left_to_torch(monkeypatch):
     make_slow(monkeypatch)
-    monkeypatch.setattr(calibrate, "WideProducts", None)
+    monkeypatch.setattr(running, "WideProducts", None)
     list(collect_moments(GatedMLP(), {"gate_proj": "input"}, batches()))
 
 
@@ -225,6 +226,74 @@ def test_the_budget_decides_how_many_passes(monkeypatch):
     monkeypatch.setattr(calibrate, "MAX_MOMENT_BYTES", 8 * 8 * 8 + 1)
     list(collect_moments(model, dict.fromkeys(PROJECTIONS, "input"), batches(1)))
     assert len(passes) == 2
+
+
+def masked_batches():
+    ids = token_batches(3)
+    masks = [(torch.arange(32) < length).long().expand(4, 32) for length in (32, 20, 7)]
+    return [{"input_ids": x, "attention_mask": m} for x, m in zip(ids, masks, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("given", [token_batches, masked_batches])
+def test_layers_of_a_decoder_run_one_by_one_where_moments_need_room(family, given, monkeypatch):
+    """To the bit, and each layer once."""
+    model, data, told = causal_lm(family).train(), given(), []
+    sides = {n: side_of(n) for n in dense_linears(model) if n != "lm_head"}
+    expected = dict(collect_moments(model, sides, data))
+    calls = {layer: [] for layer in model.model.layers}
+    for layer, list_of in calls.items():
+        layer.register_forward_hook(lambda module, *_, own=list_of: own.append(module.training))
+    monkeypatch.setattr(calibrate, "MAX_MOMENT_BYTES", 8 * 8 * 32**2)
+    found = dict(collect_moments(model, sides, data, lambda *args: told.append(args)))
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[n].matrix, expected[n].matrix) for n in expected)
+    assert [found[n].tokens for n in found] == [expected[n].tokens for n in found]
+    trial = 2  # of one row: whole, and one by one
+    assert [len(own) for own in calls.values()] == [len(data) + trial] * 2
+    assert not any(any(own) for own in calls.values())
+    assert model.training
+    total = 2 * len(data)
+    assert told == [("calibrate", done, total) for done in range(1, total + 1)]
+
+
+def side_of(name):
+    return "output" if "down" in name else "input"
+
+
+def test_a_layer_whose_moments_need_room_runs_again(monkeypatch):
+    model, data = causal_lm(), token_batches()
+    sides = dict.fromkeys((n for n in dense_linears(model) if "layers.1" in n), "input")
+    expected = dict(collect_moments(model, sides, data))
+    calls, told = [], []
+    model.model.layers[1].register_forward_hook(lambda *_: calls.append(1))
+    monkeypatch.setattr(calibrate, "MAX_MOMENT_BYTES", 1)
+    found = dict(collect_moments(model, sides, data, lambda *args: told.append(args)))
+    assert all(torch.equal(found[n].matrix, expected[n].matrix) for n in expected)
+    assert len(calls) > 2 * len(data)
+    assert told[-1] == ("calibrate", 2 * len(data), 2 * len(data))
+
+
+@pytest.mark.parametrize("which", ["head", "odd"])
+def test_other_models_run_whole(which, monkeypatch):
+    """Where a Linear is in no layer, or layers alone give another output than the model."""
+    model, data = causal_lm(), token_batches()
+    if which == "odd":
+        model.model.register_forward_hook(
+            lambda module, args, output: setattr(
+                output, "last_hidden_state", output.last_hidden_state + torch.rand(1)
+            )
+        )
+    names = [n for n in dense_linears(model) if which == "head" or n != "lm_head"]
+    expected = dict(collect_moments(model, dict.fromkeys(names, "input"), data))
+    passes = []
+    model.model.layers[0].register_forward_hook(lambda *_: passes.append(1))
+    monkeypatch.setattr(calibrate, "MAX_MOMENT_BYTES", 8 * 64**2 * 2)
+    found = dict(collect_moments(model, dict.fromkeys(names, "input"), data))
+    assert len(passes) >= 2 * len(data)
+    for name in names:
+        if name != "lm_head":
+            assert torch.equal(found[name].matrix, expected[name].matrix)
 
 
 def test_the_model_runs_in_eval_mode_without_gradients_and_is_restored():

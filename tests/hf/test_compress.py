@@ -164,7 +164,7 @@ def test_bad_arguments(options, word, dense, tmp_path):
 
 
 def test_both_records_have_the_method_that_was_used(dense, tmp_path, monkeypatch):
-    monkeypatch.setattr(drift, "_hindrance", lambda *_: "it has an expert")
+    monkeypatch.setattr(drift, "hindrance", lambda *_: "it has an expert")
     with pytest.warns(CompressionWarning, match="kfac is used, not kfac-drift.*: it has an expert"):
         report = compress(dense, tmp_path / "out")
     assert report.config == replace(CONFIG, method="kfac")

@@ -5,7 +5,7 @@ Linears that are always given the same tensor (gate and up; q, k and v) share on
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,9 +24,10 @@ from neuronmm_ops.compress.batches import (
     wide_rows,
 )
 from neuronmm_ops.compress.factorization import SecondMoment, Side
+from neuronmm_ops.compress.layers import LayerStack, hindrance
+from neuronmm_ops.compress.running import eval_mode, fast_products
 from neuronmm_ops.errors import CalibrationWarning, NonFiniteError
 from neuronmm_ops.nn.dense_linear import DenseLinear, as_dense_linear, dense_linear
-from neuronmm_ops.ops.backends.cpu import WideProducts, compute_dtype
 
 # The moments of one pass over the calibration data take at most this much memory.
 MAX_MOMENT_BYTES = 4 * 2**30
@@ -45,8 +46,9 @@ def collect_moments(
 ) -> Iterator[tuple[str, SecondMoment]]:
     """Run the model over the batches and yield each named Linear's moment.
 
-    The model runs in eval mode without gradients, once for every `MAX_MOMENT_BYTES` of moments,
-    so that the moments of few layers are alive at once; use each before taking the next. Linears
+    The model runs in eval mode without gradients. Where moments would take more than
+    `MAX_MOMENT_BYTES`, a decoder's layers run one by one, and the hidden states of all batches are
+    held; other models run once for every so many bytes. Use each before taking the next. Linears
     with the same input are given the same object. Many workers take a share of the batches each,
     and are given the same moments, summed over all. Products in a dtype that the CPU multiplies
     slowly are computed in fp32.
@@ -67,18 +69,48 @@ def collect_moments(
         TypeError: a batch is neither a tensor nor a mapping.
     """
     check_batches(model, batches)
-    body = _body(model, sides, batches)
-    batches = workers.share(batches)
+    shared = workers.share(batches)
+    stack = _stack(model, sides, batches)
+    if stack is None:
+        body = _body(model, sides, batches)
+        yield from _in_passes(model, sides, shared, lambda i: call_model(body, shared[i]), progress)
+        return
+    with _running(model):
+        states = [stack.first_input(batch) for batch in shared]
+    depth = stack.depth_of(sides)
+    for index in range(depth):
+        inside: dict[str, Side] = {n: s for n, s in sides.items() if stack.index_of(n) == index}
+        entering = list(states)
+
+        def run(at: int, index: int = index, entering: list[Tensor] = entering) -> None:
+            states[at] = stack.run(index, shared[at], entering[at])
+
+        def tell(stage: str, done: int, total: int, index: int = index) -> None:
+            assert progress
+            progress(stage, min(done, len(shared)) + index * len(shared), depth * len(shared))
+
+        yield from _in_passes(model, inside, shared, run, tell if progress else None)
+
+
+def _in_passes(
+    model: nn.Module,
+    sides: Mapping[str, Side],
+    batches: Sequence[Batch],
+    run: Callable[[int], object],
+    progress: Progress | None,
+) -> Iterator[tuple[str, SecondMoment]]:
+    """Yield the moments of the Linears that `run` calls, given the index of a batch."""
     asked = waiting = list(sides)
     passes = 0
-    while waiting:
+    while waiting or not passes:
         recorder = _MomentHooks(model, {name: sides[name] for name in asked})
-        with eval_mode(model), recorder, torch.no_grad(), fast_products(model):
-            for done, batch in enumerate(batches, start=1 + passes * len(batches)):
+        with recorder, _running(model):
+            for index, batch in enumerate(batches):
                 recorder.mask = row_mask(model, batch)
-                call_model(body, batch)
+                run(index)
                 recorder.flush()
                 if progress:
+                    done = 1 + index + passes * len(batches)
                     to_come = _passes(model, sides, recorder.deferred)
                     progress("calibrate", done, (passes + 1 + to_come) * len(batches))
         moments, deferred = _of_all_workers(model, recorder, asked)
@@ -92,6 +124,27 @@ def collect_moments(
         # moment of one Linear there is always room.
         asked = left if len(left) < len(waiting) else left[:1]
         waiting, passes = left, passes + 1
+
+
+@contextmanager
+def _running(model: nn.Module) -> Generator[None]:
+    with eval_mode(model), torch.no_grad(), fast_products(model):
+        yield
+
+
+def _stack(
+    model: nn.Module, sides: Mapping[str, Side], batches: Sequence[Batch]
+) -> LayerStack | None:
+    """Return the model's layers where they are to be run one by one: moments need many passes."""
+    if _passes(model, sides, set(sides)) < 2:
+        return None
+    try:
+        stack = LayerStack(model)
+    except ValueError:
+        return None
+    if any(stack.index_of(name) is None for name in sides):
+        return None
+    return None if hindrance(model, [], batches) else stack
 
 
 def moments_or_none(
@@ -275,13 +328,6 @@ def check_activations(name: str, side: Side, values: Tensor) -> None:
         )
 
 
-def fast_products(model: nn.Module) -> AbstractContextManager[object]:
-    """Return what to run the model in, so that no product is of a dtype that is slow here."""
-    parameters = model.parameters()
-    is_slow = any(compute_dtype(p.dtype, p.device) != p.dtype for p in parameters)
-    return WideProducts() if is_slow else nullcontext()
-
-
 def _bytes(size: int) -> int:
     return 8 * size**2
 
@@ -306,15 +352,3 @@ def _body(model: nn.Module, sides: Mapping[str, Side], batches: Sequence[Batch])
         return model
     inside = set(body.modules())
     return body if all(model.get_submodule(name) in inside for name in sides) else model
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Generator[None, None, None]:
-    """Put every module in eval mode for a block, then each back as it was."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from neuronmm_ops.compress.allocate import NoAllocationError
 from neuronmm_ops.compress.budget import is_within
-from neuronmm_ops.compress.calibrate import Progress, eval_mode, fast_products
+from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.mixed import storages_of
 from neuronmm_ops.compress.pipeline import compress_
+from neuronmm_ops.compress.running import eval_mode, fast_products
 from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.compress.width import compared
 from neuronmm_ops.errors import NonFiniteError

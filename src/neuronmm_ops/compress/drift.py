@@ -4,18 +4,16 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.allocate import Rank
-from neuronmm_ops.compress.batches import Batch, call_model, single_rows
-from neuronmm_ops.compress.calibrate import eval_mode, fast_products
+from neuronmm_ops.compress.batches import Batch
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.factorize import check_finite, factorize
-from neuronmm_ops.compress.layers import LayerStack
+from neuronmm_ops.compress.layers import LayerStack, hindrance
 from neuronmm_ops.compress.methods import METHODS, drift, kfac
 from neuronmm_ops.compress.nested import first_method
 from neuronmm_ops.compress.quantize import (
@@ -24,14 +22,12 @@ from neuronmm_ops.compress.quantize import (
     quantize_matrix,
     quantize_pair,
 )
+from neuronmm_ops.compress.running import eval_mode
 from neuronmm_ops.compress.side_by_side import SideBySide
 from neuronmm_ops.compress.source import LayerSource, Task
 from neuronmm_ops.compress.workers import Factors
 from neuronmm_ops.errors import CompressionWarning
 from neuronmm_ops.nn.swap import is_stored, swap_modules_
-
-# Of the model's output, by what that of its layers run one by one may differ.
-SAME = 1e-3
 
 
 @torch.no_grad()
@@ -53,13 +49,7 @@ def followable(
     is_here = not any(parameter.is_meta for parameter in model.parameters())
     if not METHODS[config.method].follows_drift or not batches or not is_here:
         return config
-    ((_, row),) = single_rows(batches[:1], 1)
-    with eval_mode(model), fast_products(model):
-        expected = _first(call_model(model, row)).float()
-    try:
-        reason = _hindrance(model, names, row, expected)
-    except Exception as error:  # of another model's code, called as its author did not mean it
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    reason = hindrance(model, names, batches)
     if not reason:
         return config
     method = first_method(config)
@@ -69,31 +59,6 @@ def followable(
         stacklevel=5,  # of compress_'s caller; no_grad's wrappers are two
     )
     return replace(config, method=method)
-
-
-def _hindrance(model: nn.Module, names: Collection[str], row: Batch, expected: Tensor) -> str:
-    """Say why layers cannot be run one by one to factor these Linears; empty where they can."""
-    stack = LayerStack(model)
-    with eval_mode(model), fast_products(model):
-        hidden = stack.first_input(row)
-        for index in range(len(stack)):
-            prefix = f"{stack.name}.{index}."
-            inside = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-            inputs = stack.inputs(index, row, hidden, stack[index], inside) if inside else {}
-            for name in inside:
-                x = inputs.get(name)
-                # Experts are given rows, and not all.
-                if x is None or (x.dim() == 2 < hidden.dim() and len(x) != hidden[..., 0].numel()):
-                    return f"{prefix}{name} is not given all tokens, as an expert is not"
-            hidden = stack.run(index, row, hidden)
-        error = _first(stack.finish(row, hidden)).float() - expected
-    if error.norm() > SAME * expected.norm():
-        return f"run one by one, {stack.name} give another output than {type(model).__name__}"
-    return ""
-
-
-def _first(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output[0]
 
 
 def drifting_names(model: nn.Module, task: Task) -> list[str]:

@@ -23,8 +23,9 @@ from neuronmm_ops.compress.batches import (
     unmasked,
     wide_rows,
 )
-from neuronmm_ops.compress.calibrate import Progress, check_activations, eval_mode, fast_products
+from neuronmm_ops.compress.calibrate import Progress, check_activations
 from neuronmm_ops.compress.factorization import Gradient
+from neuronmm_ops.compress.running import eval_mode, fast_products
 from neuronmm_ops.errors import NonFiniteError
 
 # More tokens hardly change a rank (in trained models of 4 to 11 million parameters), and a row of

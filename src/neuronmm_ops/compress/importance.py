@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.batches import Batch, single_rows
-from neuronmm_ops.compress.calibrate import Progress, eval_mode, fast_products
+from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.gradients import next_token_loss
 from neuronmm_ops.compress.nested import Nested
+from neuronmm_ops.compress.running import eval_mode, fast_products
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.nn.dense_linear import DenseLinear, as_dense_linear
 

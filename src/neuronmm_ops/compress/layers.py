@@ -4,14 +4,19 @@ The model's own forward makes masks and positions, so that every architecture's 
 layers the one that is to run is given hidden states that the caller holds, and others are skipped.
 """
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from neuronmm_ops.compress.batches import Batch, call_model
+from neuronmm_ops.compress.batches import Batch, call_model, single_rows
+from neuronmm_ops.compress.running import eval_mode, fast_products
 from neuronmm_ops.compress.targets import text_decoder, text_modules
+
+# Of the model's output, by what that of its layers run one by one may differ.
+SAME = 1e-3
 
 
 class LayerStack:
@@ -178,4 +183,42 @@ class _Stand(nn.Module):
 
 
 def _states(output: Any) -> Tensor:
-    return output[0] if isinstance(output, (tuple, list)) else output
+    return output if isinstance(output, Tensor) else output[0]
+
+
+@torch.no_grad()
+def hindrance(model: nn.Module, names: Collection[str], batches: Sequence[Batch]) -> str:
+    """Say why layers cannot be run one by one to factor Linears; empty where they can.
+
+    One row of the first batch is tried.
+
+    Args:
+        model: any.
+        names: of the Linears, whose inputs must be those of all tokens.
+        batches: of calibration.
+    """
+    ((_, row),) = single_rows(batches[:1], 1)
+    with eval_mode(model), fast_products(model):
+        output = call_model(model, row)
+        try:
+            return _difference(LayerStack(model), names, row, _states(output).float())
+        except Exception as error:  # of another model's code, called as its author did not mean it
+            return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _difference(stack: LayerStack, names: Collection[str], row: Batch, expected: Tensor) -> str:
+    hidden = stack.first_input(row)
+    for index in range(len(stack)):
+        prefix = f"{stack.name}.{index}."
+        inside = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        inputs = stack.inputs(index, row, hidden, stack[index], inside) if inside else {}
+        for name in inside:
+            x = inputs.get(name)
+            # Experts are given rows, and not all.
+            if x is None or (x.dim() == 2 < hidden.dim() and len(x) != hidden[..., 0].numel()):
+                return f"{prefix}{name} is not given all tokens, as an expert is not"
+        hidden = stack.run(index, row, hidden)
+    error = _states(stack.finish(row, hidden)).float() - expected
+    if error.norm() > SAME * expected.norm():
+        return f"run one by one, {stack.name} give another output than {type(stack.model).__name__}"
+    return ""

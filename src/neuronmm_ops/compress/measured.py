@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from neuronmm_ops.compress.allocate import Matrix
 from neuronmm_ops.compress.batches import Batch, call_model, row_mask, single_rows
-from neuronmm_ops.compress.calibrate import eval_mode, fast_products
 from neuronmm_ops.compress.factorization import SecondMoment
 from neuronmm_ops.compress.mixed import Choice, storages_of
 from neuronmm_ops.compress.quantize import error_loss, pair_loss
 from neuronmm_ops.compress.rounding import round_matrix, round_pair
+from neuronmm_ops.compress.running import eval_mode, fast_products
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.nn.dense_linear import as_dense_linear
 from neuronmm_ops.storages import STORAGES, dequantized

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.batches import Batch, row_mask, unmasked, wide_rows
-from neuronmm_ops.compress.calibrate import fast_products
 from neuronmm_ops.compress.factorization import SecondMoment
 from neuronmm_ops.compress.layers import LayerStack
+from neuronmm_ops.compress.running import fast_products
 from neuronmm_ops.nn.dense_linear import DenseLinear, as_dense_linear
 
 # A batch, and the hidden states [B, T, H] that enter the layer in the dense model and in the

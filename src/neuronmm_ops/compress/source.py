@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.batches import Batch
 from neuronmm_ops.compress.budget import shares_budget
-from neuronmm_ops.compress.calibrate import Progress, fast_products, moments_or_none
+from neuronmm_ops.compress.calibrate import Progress, moments_or_none
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.factorization import Gradient, SecondMoment, Side
 from neuronmm_ops.compress.gradients import collect_gradients
 from neuronmm_ops.compress.layers import LayerStack
+from neuronmm_ops.compress.running import fast_products
 from neuronmm_ops.compress.side_by_side import SideBySide
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.nn.dense_linear import DenseLinear

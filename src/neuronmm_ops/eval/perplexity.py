@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neuronmm_ops.compress.batches import check_ids, position_limit
-from neuronmm_ops.compress.calibrate import Progress, eval_mode
+from neuronmm_ops.compress.calibrate import Progress
+from neuronmm_ops.compress.running import eval_mode
 from neuronmm_ops.errors import NonFiniteError
 
 __all__ = ["PerplexityResult", "encode_documents", "token_perplexity"]

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from neuronmm_ops.compress.calibrate import Progress, eval_mode
+from neuronmm_ops.compress.calibrate import Progress
+from neuronmm_ops.compress.running import eval_mode
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.eval.extra import import_quietly, quiet, reason
 from neuronmm_ops.eval.protocols import check_name

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from neuronmm_ops.compress.batches import takes
-from neuronmm_ops.compress.calibrate import fast_products
 from neuronmm_ops.compress.layers import LayerStack
+from neuronmm_ops.compress.running import fast_products
 from neuronmm_ops.compress.targets import text_modules
 from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
 
