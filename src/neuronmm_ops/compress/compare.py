@@ -85,7 +85,8 @@ def nearest(
     """Return the config whose compressed model predicts most as the dense one does.
 
     Each compresses a copy of the model with seven of eight calibration blocks; the divergence is
-    measured on the others. Takes the memory of two models.
+    measured on the others. Takes the memory of two models, and of their MLPs where these are
+    narrowed.
 
     Args:
         model: a causal language model, left as it was.
