@@ -97,6 +97,13 @@ def test_recovery_learns_from_the_wider_model(tmp_path):
     config = RecoverConfig(steps=2, seqlen=32, batch_tokens=128)
     report = hf.recover(small, TEXT, tmp_path / "better", config)
     assert report.narrowed == inspect_checkpoint(small).narrowed
+    assert report.provenance["recovery"][-1]["improved"]
+    before, after = (load_file(tmp_path / n / "model.safetensors") for n in ("small", "better"))
+    changed = {name for name, value in before.items() if not torch.equal(after[name], value)}
+    dense_mlps = {f"{x.name}.weight" for x in report.layers if x.dense and "mlp" in x.name}
+    assert dense_mlps
+    assert changed == dense_mlps | {n for n in before if n.endswith((".u", ".v"))}
+    assert inspect_checkpoint(tmp_path / "better") == report
     weights = load_file(dense / "model.safetensors")
     weights["model.norm.weight"][3] += 1
     save_file(weights, dense / "model.safetensors", {"format": "pt"})
@@ -105,6 +112,21 @@ def test_recovery_learns_from_the_wider_model(tmp_path):
     wider = tiny_directory(tmp_path / "wider", intermediate_size=192)
     with pytest.raises(CheckpointError, match=r"mlp\.\w+\.weight is .*192.*, not "):
         hf.recover(small, TEXT, tmp_path / "other", config, dense=wider)
+
+
+def test_narrower_mlps_without_pairs_are_recovered_too(tmp_path):
+    dense, small = tiny_directory(tmp_path / "dense"), tmp_path / "small"
+    compress(dense, small, SVDConfig(ratio=0.25, block=8, prune_share=1.0))
+    config = RecoverConfig(steps=12, seqlen=32, batch_tokens=256, learning_rate=3e-3)
+    report = hf.recover(small, TEXT, tmp_path / "better", config)
+    assert report.provenance["recovery"][-1]["improved"]
+    compress(
+        dense, tmp_path / "int8", SVDConfig(ratio=0.25, block=8, prune_share=1.0, storage="int8")
+    )
+    for given, method in (("int8", "distill"), ("small", "lora")):
+        with pytest.raises(CheckpointError, match="it has no low-rank layer to train"):
+            hf.recover(tmp_path / given, TEXT, tmp_path / "no", replace(config, method=method))
+    assert not (tmp_path / "no").exists()
 
 
 def test_all_of_the_budget_in_width_is_exported_as_what_prune_writes(tmp_path):

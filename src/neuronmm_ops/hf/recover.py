@@ -23,7 +23,7 @@ from neuronmm_ops.hf.dense import load_dense
 from neuronmm_ops.hf.loading import load_tokenizer, local_directory
 from neuronmm_ops.hf.provenance import ModelSource
 from neuronmm_ops.hf.saving import save
-from neuronmm_ops.hf.train import Trained, train_factors
+from neuronmm_ops.hf.train import Trained, train_factors, trainable
 from neuronmm_ops.manifest import Origin
 from neuronmm_ops.output import check_target
 from neuronmm_ops.processes import locked
@@ -49,7 +49,8 @@ def recover(
 ) -> CompressionReport:
     """Train a compressed model's factors and write it as a directory of the same kind.
 
-    Factors in a storage are rounded to it at each step, and stay in it; dense layers are frozen.
+    Factors in a storage are rounded to it at each step, and stay in it. Dense layers are frozen,
+    but for those of MLPs that were narrowed.
 
     A share of the text is held out; the checkpoint with the lowest loss on it is what is written,
     at worst the start. The state lies in the directory `OUTPUT.recovery` until the output is
@@ -90,12 +91,13 @@ def recover(
     check_target(target, force, source)
     student, tokenizer = load_on(model, place), load_tokenizer(model)
     report = attached_report(student)
-    if report is None or not low_rank_layers(student):
+    is_lora = config.method == "lora"
+    if report is None or not (low_rank_layers if is_lora else trainable)(student):
         raise CheckpointError(
             f"{model} is not compressed: it has no low-rank layer to train; "
             f"make one with: neuronmm compress {model} -o OUT"
         )
-    if config.method == "lora":
+    if is_lora:
         _check_mergeable(model, student)
     needed = sum(parameter.nbytes for parameter in student.parameters())
     check_target(target, force, source, needed)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from neuronmm_ops.compress.record import low_rank_layers
+from neuronmm_ops.compress.record import attached_report, low_rank_layers
+from neuronmm_ops.compress.targets import preset_of
 from neuronmm_ops.eval import token_perplexity
 from neuronmm_ops.hf.adapters import PhaseParameters, adapted
 from neuronmm_ops.hf.computing import AUTO, cast_, computing_in, dtype_of
@@ -82,10 +83,11 @@ def train_factors(
     """Train the low-rank layers in place; where that does not help, leave them as they were.
 
     The factors are held in fp32 while they are trained, those in a storage rounded to it for every
-    product, and have the model's dtype or storage again afterwards. Dense layers stay as they are.
+    product, and have the model's dtype or storage again afterwards. Of dense layers those of
+    narrowed MLPs are trained likewise, others stay as they are.
 
     Args:
-        model: with low-rank layers.
+        model: with low-rank layers, or narrowed MLPs.
         dense: to distill from, also on text that it writes; None for the loss of the next token.
         ids: `[T]`, to train on.
         held_out: `[B, seqlen]`.
@@ -133,7 +135,7 @@ def train_factors(
                 is_relative=config.method == "distill",
             )
             outcome = training.run(progress)
-        for name, factor in _parameters(model).items():
+        for name, factor in trainable(model).items():
             if storage_of(factor.dtype) is None:
                 factor.data = factor.data.to(start[name].dtype).to(compute)
         loss = held_out_loss()
@@ -141,7 +143,7 @@ def train_factors(
         improved = outcome.position.best_step > 0 and loss < outcome.position.start_loss
         if not improved:
             loss = outcome.position.start_loss
-            for name, factor in _parameters(model).items():
+            for name, factor in trainable(model).items():
                 factor.data.copy_(start[name])
     return Trained(outcome, improved, loss, held_out.numel(), name_of(compute), sampling)
 
@@ -166,7 +168,7 @@ def _widened(model: PreTrainedModel, config: RecoverConfig) -> Generator[list[Ph
     stored = [layer for layer in low_rank_layers(model).values() if layer.storage is not None]
     for layer in stored:
         unround_(layer)
-    factors = _parameters(model)
+    factors = trainable(model)
     for factor in factors.values():
         factor.data = factor.data.float()
         factor.requires_grad_(True)
@@ -175,10 +177,17 @@ def _widened(model: PreTrainedModel, config: RecoverConfig) -> Generator[list[Ph
         round_(layer)
 
 
-def _parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+def trainable(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    """Return the factors of low-rank layers, and the dense weights of MLPs that were narrowed."""
     layers = low_rank_layers(model).items()
-    return {f"{name}.{key}": getattr(m, key) for name, m in layers for key in ("u", "v")}
+    found = {f"{name}.{key}": getattr(m, key) for name, m in layers for key in ("u", "v")}
+    report = attached_report(model)
+    narrowed = report.layers if report and report.narrowed else ()
+    for layer in narrowed:
+        if not layer.is_replaced and preset_of(layer.name) == "mlp":
+            found[f"{layer.name}.weight"] = model.get_parameter(f"{layer.name}.weight")
+    return found
 
 
 def _factors(model: PreTrainedModel) -> Mapping[str, Tensor]:
-    return {name: factor.detach().cpu().clone() for name, factor in _parameters(model).items()}
+    return {name: factor.detach().cpu().clone() for name, factor in trainable(model).items()}
