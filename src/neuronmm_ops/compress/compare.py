@@ -96,11 +96,12 @@ def nearest(
         dtypes: as of `compress_`.
 
     Returns:
-        The config, and every config's mean divergence in nats a token; infinite where narrower
-        MLPs leave what no allocation brings within the budget.
+        The config, and every config's mean divergence in nats a token; infinite where no
+        allocation meets the budget.
 
     Raises:
         ValueError: there are fewer than two blocks.
+        NoAllocationError: none meets its budget.
         NonFiniteError: a divergence is NaN or Inf.
     """
     blocks = [block for batch in batches for block in batch.split(1)]
@@ -114,10 +115,10 @@ def nearest(
         candidate = copy.deepcopy(model)
         try:
             compress_(candidate, config, rest, dtypes=dtypes)
-        except NoAllocationError:  # of what narrower MLPs leave
-            if not config.prune_share:
-                raise
+        except NoAllocationError:
             found.append(math.inf)
+            if len(found) == len(configs) and min(found) == math.inf:
+                raise
         else:
             found.append(divergence(model, candidate, apart))
         if progress:
