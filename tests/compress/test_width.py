@@ -15,8 +15,10 @@ from tiny import tiny_ids, tiny_model
 from neuronmm_ops import CalibrationWarning, SVDConfig, compress_, prune_
 from neuronmm_ops.compress import compare
 from neuronmm_ops.compress.allocate import NoAllocationError
+from neuronmm_ops.compress.pipeline import compress_layers
 from neuronmm_ops.compress.record import attached_report
 from neuronmm_ops.compress.report import CompressionReport
+from neuronmm_ops.compress.source import LayersInMemory
 from neuronmm_ops.compress.width import SHARES, compared, kept_width
 from neuronmm_ops.plan import plan_op
 
@@ -140,6 +142,15 @@ def test_what_no_allocation_meets_leaves_the_model_as_it_was():
         taken, found = compare.nearest(model, configs, BATCHES)
         assert taken == possible
         assert found[configs.index(config)] == float("inf")
+
+
+def test_room_is_looked_for_without_what_left():
+    rooms, model = [], tiny_model()
+    source = LayersInMemory(model, check_room=rooms.append)
+    report = compress_layers(source, CONFIG, BATCHES, only_text=True)
+    pairs = sum(layer.dense_bytes - layer.bytes for layer in report.layers)
+    assert len(rooms) == 1
+    assert -pairs - report.narrowed.bytes <= rooms[0] < -report.narrowed.bytes
 
 
 def test_the_record_is_read_back_and_checked():

@@ -100,6 +100,7 @@ def compress_layers(
     model, batches = source.model, _batches(source.model, config, calibration)
     given = source.dtypes, only_text, batches, source.progress
     with narrowed(model, config, *given) as (rest, what):
+        source.saved = what.bytes
         return _compress(source, rest, batches, only_text, config.ratio, what)
 
 

@@ -94,6 +94,7 @@ class LayerSource(ABC):
         model: as given.
         progress: as given.
         dtypes: of Linears' weights, where they are stored in others than they are held in.
+        saved: bytes that the model has lost by narrower MLPs.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class LayerSource(ABC):
     ) -> None:
         self.model, self.progress = model, progress
         self.dtypes: Mapping[str, torch.dtype] = {}
+        self.saved = 0
         self._check_room = check_room
 
     @abstractmethod
@@ -182,7 +184,7 @@ class LayersInMemory(LayerSource):
                 raise NonFiniteError(
                     f"{name}: weight must be finite, got NaN or Inf; the checkpoint is damaged"
                 )
-        self._check_room(-task.bytes_saved())
+        self._check_room(-task.bytes_saved() - self.saved)
         self._task, self._owners = task, workers.spread(task.replaced)
 
     def gradients(self) -> Mapping[str, Tensor]:
