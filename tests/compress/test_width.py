@@ -170,7 +170,9 @@ def test_a_later_run_of_other_layers_keeps_the_record():
     model = tiny_model()
     first = compress_(model, CONFIG, BATCHES)
     compress_(model, SVDConfig(ratio=0.2, block=8, targets="attention"), BATCHES)
-    assert attached_report(model).narrowed == first.narrowed
+    both = attached_report(model)
+    assert (both.narrowed, both.model_parameters) == (first.narrowed, first.model_parameters)
+    assert both.model_ratio == pytest.approx(1 - numbers(model) / first.model_parameters)
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])

@@ -87,8 +87,11 @@ def attach(model: nn.Module, report: CompressionReport) -> None:
     left = {entry.name: entry for entry in (previous.left_dense if previous else ())}
     left |= {entry.name: entry for entry in report.left_dense}
     dense = still_dense(model, left.values(), report.layers)
-    narrowed = report.narrowed or (previous and previous.narrowed)
-    report = replace(report, left_dense=dense, narrowed=narrowed)
+    if previous and previous.narrowed and not report.narrowed:
+        # whose dense model was wider than what the later run found
+        total = previous.model_parameters
+        report = replace(report, narrowed=previous.narrowed, model_parameters=total)
+    report = replace(report, left_dense=dense)
     config.quantization_config = record_of(report)  # pyright: ignore
 
 
