@@ -219,6 +219,12 @@ def test_several_passes_give_the_same_moments(monkeypatch):
         assert torch.equal(moments[name].matrix, expected[name].matrix)
 
 
+def test_of_no_linear_nothing_is_run():
+    model = GatedMLP()
+    model.register_forward_hook(lambda *_: pytest.fail("it ran"))
+    assert list(collect_moments(model, {}, batches())) == []
+
+
 def test_the_budget_decides_how_many_passes(monkeypatch):
     model, passes = GatedMLP(), []
     model.register_forward_hook(lambda *_: passes.append(1))

@@ -69,6 +69,8 @@ def collect_moments(
         TypeError: a batch is neither a tensor nor a mapping.
     """
     check_batches(model, batches)
+    if not sides:
+        return
     shared = workers.share(batches)
     stack = _stack(model, sides, batches)
     if stack is None:
