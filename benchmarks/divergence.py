@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from benchmarks.methods import BASELINE, DEFAULT
 from neuronmm_ops.compress import SVDConfig, compare, compress_
 from neuronmm_ops.compress.calibrate import Progress
-from neuronmm_ops.compress.compare import nearest
 from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.compress.width import SHARES, shares
 from neuronmm_ops.eval import block_length, encode_documents
@@ -179,7 +178,7 @@ def _models(
             yield _labels(config.method, config, ratio, report.effective_ratio), model
         default = replace(DEFAULT, ratio=removed, block=candidates[0].block, targets=TARGETS)
         narrower = {_name(each): each for each in shares(dense, default, {}, SHARES)}
-        taken, _ = nearest(dense, compare.candidates(dense, default, {}), batches)
+        taken, _ = compare.nearest(dense, compare.candidates(dense, default, {}), batches)
         for name, config in (narrower | {COMPARED: taken}).items():
             model = copy.deepcopy(dense)
             report = compress_(model, config, batches)

@@ -100,7 +100,6 @@ def compress_layers(
     model, batches = source.model, _batches(source.model, config, calibration)
     given = source.dtypes, only_text, batches, source.progress
     with narrowed(model, config, *given) as (rest, what):
-        source.saved = what.bytes
         return _compress(source, rest, batches, only_text, config.ratio, what)
 
 
@@ -129,7 +128,8 @@ def _compress(
     config = followable(model, config, targets, batches)
     kinds = gradient_kinds(config, linears)
     head = list(selection.head)
-    task = Task(config, targets, dtypes, largest, kinds, batches, stored, head)
+    gone = narrowed.bytes if narrowed else 0
+    task = Task(config, targets, dtypes, largest, kinds, batches, stored, head, gone)
     drifting = drifting_names(model, task)
     source.prepare(task)
 

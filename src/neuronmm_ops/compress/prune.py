@@ -89,6 +89,7 @@ def prune_(
     mlps = mlps_of(model)
     inner = inner_features(model, mlps)
     kept = _kept(ratio, inner, block)
+    check_config(model, mlps, kept)
     warn_if_few(sum(map(count_tokens, calibration)), downs_of(mlps), stacklevel=3)
     return prune_to_(model, mlps, kept, calibration, progress)
 
@@ -106,7 +107,6 @@ def prune_to_(
     In a block of `workers.together` all processes share the work.
     """
     inner = inner_features(model, mlps)
-    check_config(model, mlps, kept)
     found: dict[str, tuple[Tensor, Tensor]] = {}
     losses: dict[str, float] = {}
     downs = downs_of(mlps)
@@ -175,14 +175,20 @@ def _kept(ratio: float, inner: int, block: int) -> int:
         raise ValueError(
             f"ratio must be in (0, 1) and block at least 1; got ratio {ratio} and block {block}"
         )
-    # 0.1 of 1280 features are 128, whatever 1 - 0.9 is in binary
-    kept = math.floor((1 - ratio) * inner / block + 1e-9) * block
+    kept = whole_blocks((1 - ratio) * inner, block)
     if not 0 < kept < inner:
         raise ValueError(
             f"ratio must leave some and not all of {inner} inner features, in blocks of {block}; "
             f"ratio {ratio} leaves {kept}; use another ratio or a smaller block"
         )
     return kept
+
+
+def whole_blocks(features: float, block: int, up: bool = False) -> int:
+    """Return the features in whole blocks, rounded down or up."""
+    blocks = features / block
+    # 0.1 of 1280 features are 128, whatever 1 - 0.9 is in binary
+    return (math.ceil(blocks - 1e-9) if up else math.floor(blocks + 1e-9)) * block
 
 
 def check_config(model: nn.Module, mlps: Mapping[str, MLP], kept: int) -> None:

@@ -36,6 +36,7 @@ class Task(NamedTuple):
         batches: of calibration; none where nothing is calibrated.
         stored: the storage of each that has one, as far as it is known before the ranks are.
         head: the name of an output head that is stored, and in no layer; else none.
+        narrowed_bytes: that narrower MLPs have lost already.
     """
 
     config: SVDConfig
@@ -46,6 +47,7 @@ class Task(NamedTuple):
     batches: Sequence[Batch]
     stored: Mapping[str, str]
     head: Sequence[str]
+    narrowed_bytes: int = 0
 
     @property
     def replaced(self) -> dict[str, DenseLinear]:
@@ -60,7 +62,7 @@ class Task(NamedTuple):
 
     def bytes_saved(self) -> int:
         """Return the least bytes that the checkpoint shrinks by; a budget of time promises none."""
-        saved = 0
+        saved = self.narrowed_bytes
         for name in self.stored.keys() - self.limits.keys():
             linear, itemsize = self.targets[name], self.dtypes[name].itemsize
             size = linear.in_features, linear.out_features
@@ -94,7 +96,6 @@ class LayerSource(ABC):
         model: as given.
         progress: as given.
         dtypes: of Linears' weights, where they are stored in others than they are held in.
-        saved: bytes that the model has lost by narrower MLPs.
     """
 
     def __init__(
@@ -105,7 +106,6 @@ class LayerSource(ABC):
     ) -> None:
         self.model, self.progress = model, progress
         self.dtypes: Mapping[str, torch.dtype] = {}
-        self.saved = 0
         self._check_room = check_room
 
     @abstractmethod
@@ -184,7 +184,7 @@ class LayersInMemory(LayerSource):
                 raise NonFiniteError(
                     f"{name}: weight must be finite, got NaN or Inf; the checkpoint is damaged"
                 )
-        self._check_room(-task.bytes_saved() - self.saved)
+        self._check_room(-task.bytes_saved())
         self._task, self._owners = task, workers.spread(task.replaced)
 
     def gradients(self) -> Mapping[str, Tensor]:

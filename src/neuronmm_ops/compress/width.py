@@ -3,7 +3,6 @@
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from math import ceil, floor
 
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from neuronmm_ops.compress.prune import (
     mlps_of,
     prune_to_,
     text_config,
+    whole_blocks,
 )
 from neuronmm_ops.compress.report import NarrowedMLPs
 from neuronmm_ops.compress.targets import select_targets
@@ -98,10 +98,8 @@ def kept_width(
             f"prune_share narrows all MLPs, {missing} is not among the targets; add mlp to them"
         )
     removed = config.ratio * config.prune_share * sum(costs.values())
-    blocks = inner / config.block * (1 - removed / sum(costs[name] for name in own))
-    # 0.1 of 1280 features are 128, whatever 1 - 0.9 is in binary
-    whole = floor(blocks + 1e-9) if config.prune_share == 1 else ceil(blocks - 1e-9)
-    kept = min(whole * config.block, inner)
+    left = inner * (1 - removed / sum(costs[name] for name in own))
+    kept = min(whole_blocks(left, config.block, up=config.prune_share < 1), inner)
     if not 0 < kept < inner:
         raise ValueError(
             f"prune_share must leave some and not all of {inner} inner features, in blocks of "

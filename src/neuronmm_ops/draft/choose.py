@@ -43,9 +43,10 @@ def draft(
 ) -> dict[str, Any]:
     """Write the compression of a model that drafts for it fastest, if one pays.
 
-    Candidates have all Linears compressed at `RATIOS`, and all, half or a quarter of the layers;
-    the fastest of them is then tried in `STORAGES`. Each is weighed by the expected tokens per
-    second of the pair, by the draft's greedy acceptance and the time of the passes.
+    Candidates have all Linears compressed at `RATIOS`, `PRUNE_SHARE` of that by narrower MLPs where
+    they may be, and all, half or a quarter of the layers; the fastest of them is then tried in
+    `STORAGES`. Each is weighed by the expected tokens per second of the pair, by the draft's greedy
+    acceptance and the time of the passes.
 
     Args:
         model: a dense causal LM, a directory or a hub id.
