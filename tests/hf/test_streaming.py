@@ -104,6 +104,14 @@ def both(dense: Path, config: SVDConfig = CONFIG, **options: Any) -> Compression
         ("llama, untied", "kfac", {"storage": "int8", "head_storage": "fp8"}),
         ("gpt2", "kfac", {"storage": "fp8", "budget": "bytes", "ratio": 0.8}),
         ("opt", "zero-sum", {"storage": "int8", "budget": "bytes", "ratio": 0.8}),
+        ("llama", "kfac", {"prune_share": 0.5}),
+        ("phi3", "kfac-drift", {"prune_share": 0.5}),
+        ("gemma2", "swift", {"prune_share": 0.5, "storage": "fp8"}),
+        (
+            "qwen3",
+            "whiten",
+            {"prune_share": 0.3, "storage": "int8", "budget": "bytes", "ratio": 0.8},
+        ),
     ],
     ids=str,
 )
@@ -123,6 +131,22 @@ def test_a_model_without_ranks_is_the_same(tmp_path):
         compress(dense, tmp_path / str(stream), config, stream=stream)
     assert_same(tmp_path / "True", tmp_path / "False", nearly_all)
     assert "model.layers.0.mlp.up_proj.w" in tensors_of(tmp_path / "True")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_narrower_mlps_are_those_of_a_run_in_memory(share, dtype, tmp_path):
+    dense = tiny_directory(tmp_path / "dense", dtype=dtype)
+    config = replace(CONFIG, ratio=0.25, prune_share=share)
+    whole = compress(dense, tmp_path / "whole", config, stream=False)
+    report = compress(dense, tmp_path / "streamed", config)
+    assert_same(tmp_path / "streamed", tmp_path / "whole")
+    assert report.narrowed == whole.narrowed
+    assert report.narrowed.kept < report.narrowed.inner
+    assert any(layer.r for layer in report.layers) == (share < 1)
+    up = tensors_of(tmp_path / "streamed")["model.layers.0.mlp.up_proj.weight"]
+    assert up.dtype == dtype
+    assert share < 1 or len(up) == report.narrowed.kept
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -177,6 +201,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
         ("llama", {"storage": "fp8"}),
         ("falcon", {"method": "kfac-drift"}),
         ("llama, untied", {"method": "drift", "storage": "int8", "head_storage": "int8"}),
+        ("llama", {"prune_share": 0.5}),
     ],
     ids=str,
 )

@@ -97,9 +97,8 @@ def compress_layers(
     """
     if not config.prune_share:
         return _compress(source, config, calibration, only_text)
-    model, batches = source.model, _batches(source.model, config, calibration)
-    given = source.dtypes, only_text, batches, source.progress
-    with narrowed(model, config, *given) as (rest, what):
+    batches = _batches(source.model, config, calibration)
+    with narrowed(source, config, batches, only_text) as (rest, what):
         return _compress(source, rest, batches, only_text, config.ratio, what)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from neuronmm_ops.compress import workers
 from neuronmm_ops.compress.batches import Batch, count_tokens
 from neuronmm_ops.compress.calibrate import Progress, collect_moments, warn_if_few
+from neuronmm_ops.compress.factorization import SecondMoment
 from neuronmm_ops.compress.targets import text_decoder, text_modules
 from neuronmm_ops.errors import NonFiniteError
 from neuronmm_ops.nn.dense_linear import DenseLinear
@@ -115,18 +116,12 @@ def prune_to_(
     for name, moment in moments:
         if owners[name] != workers.index():
             continue
-        weight = mlps[name].down.weight
-        columns = kept_features(weight, moment.matrix, kept)
-        narrow, losses[name] = _refitted(weight, moment.matrix, columns)
-        found[name] = columns.to(weight.device), narrow.to(weight)
-        if not torch.isfinite(found[name][1]).all():
-            raise NonFiniteError(
-                f"{name}: weight must be finite, got NaN or Inf; prune the model in a wider dtype"
-            )
+        columns, narrow, losses[name] = narrowed_down(name, mlps[name].down.weight, moment, kept)
+        found[name] = columns, narrow
         if progress:
             progress("prune", len(found), len(mlps))
     for name, (columns, narrow, *_) in workers.exchange(found, owners, downs).items():
-        _replace_(mlps[name], columns, narrow)
+        narrow_(mlps[name], columns, narrow)
     text_config(model).intermediate_size = kept
     losses = workers.gather_names(losses)
     return Pruned(inner, kept, {name: losses[name] for name in mlps})
@@ -220,22 +215,44 @@ def text_config(model: nn.Module) -> Any:
     return config if config is None else config.get_text_config()
 
 
-def _replace_(mlp: MLP, columns: Tensor, narrow: Tensor) -> None:
+def narrow_(mlp: MLP, columns: Tensor, narrow: Tensor) -> None:
     """Take the rows of these inner features, and the columns that were found for them."""
     inner = mlp.down.in_features
     for linear in mlp.into:
-        # gate and up may be one Linear, one half after the other
-        starts = torch.arange(0, linear.out_features, inner, device=columns.device)
-        rows = (starts[:, None] + columns).flatten()
+        rows = rows_of(columns, linear.out_features, inner)
         _set_(linear, linear.weight[rows])
         if linear.bias is not None:
             linear.bias = nn.Parameter(linear.bias[rows], linear.bias.requires_grad)
     _set_(mlp.down, narrow)
 
 
+def rows_of(columns: Tensor, rows: int, inner: int) -> Tensor:
+    """Return what makes these inner features: gate and up may be one, a half after the other."""
+    starts = torch.arange(0, rows, inner, device=columns.device)
+    return (starts[:, None] + columns).flatten()
+
+
 def _set_(linear: nn.Linear, weight: Tensor) -> None:
     linear.weight = nn.Parameter(weight.contiguous(), linear.weight.requires_grad)
     linear.out_features, linear.in_features = weight.shape
+
+
+def narrowed_down(
+    name: str, weight: Tensor, moment: SecondMoment, kept: int
+) -> tuple[Tensor, Tensor, float]:
+    """Return the inner features that stay, their columns of a weight `[N, I]`, and the loss.
+
+    Raises:
+        NonFiniteError: a column is NaN or Inf in the weight's dtype; names the Linear.
+    """
+    columns = kept_features(weight, moment.matrix, kept)
+    refitted, loss = _refitted(weight, moment.matrix, columns)
+    narrow = refitted.to(weight)
+    if not torch.isfinite(narrow).all():
+        raise NonFiniteError(
+            f"{name}: weight must be finite, got NaN or Inf; prune the model in a wider dtype"
+        )
+    return columns.to(weight.device), narrow, loss
 
 
 def kept_features(weight: Tensor, moment: Tensor, kept: int) -> Tensor:

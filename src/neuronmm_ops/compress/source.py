@@ -16,6 +16,7 @@ from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.factorization import Gradient, SecondMoment, Side
 from neuronmm_ops.compress.gradients import collect_gradients
 from neuronmm_ops.compress.layers import LayerStack
+from neuronmm_ops.compress.prune import MLP, prune_to_
 from neuronmm_ops.compress.running import fast_products
 from neuronmm_ops.compress.side_by_side import SideBySide
 from neuronmm_ops.errors import NonFiniteError
@@ -109,6 +110,19 @@ class LayerSource(ABC):
         self._check_room = check_room
 
     @abstractmethod
+    def narrow(
+        self, config: SVDConfig, batches: Sequence[Batch], mlps: Mapping[str, MLP], kept: int
+    ) -> None:
+        """Leave so many inner features in the model's MLPs, before there is a task.
+
+        Args:
+            config: of all that is to be done.
+            batches: of calibration.
+            mlps: all of the model's, as `mlps_of` finds them.
+            kept: inner features of each.
+        """
+
+    @abstractmethod
     def prepare(self, task: Task) -> None:
         """Take on the task; raise where its values or the room for its results do not allow it."""
 
@@ -174,6 +188,12 @@ class LayersInMemory(LayerSource):
         super().__init__(model, progress, check_room)
         self.dtypes = dtypes or {}
         self._kept: dict[str, dict[str, dict[str, Tensor]]] = defaultdict(dict)
+
+    def narrow(
+        self, config: SVDConfig, batches: Sequence[Batch], mlps: Mapping[str, MLP], kept: int
+    ) -> None:
+        """Run the whole model, as `prune_` does."""
+        prune_to_(self.model, mlps, kept, batches, self.progress)
 
     def prepare(self, task: Task) -> None:
         """Raise where a weight is on the meta device or not finite."""

@@ -9,18 +9,18 @@ from torch import nn
 
 from neuronmm_ops.compress.batches import Batch, count_tokens
 from neuronmm_ops.compress.budget import dense_costs
-from neuronmm_ops.compress.calibrate import Progress, warn_if_few
+from neuronmm_ops.compress.calibrate import warn_if_few
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.prune import (
     check_config,
     downs_of,
     inner_features,
     mlps_of,
-    prune_to_,
     text_config,
     whole_blocks,
 )
 from neuronmm_ops.compress.report import NarrowedMLPs
+from neuronmm_ops.compress.source import LayerSource
 from neuronmm_ops.compress.targets import select_targets
 
 SHARES = (0.5, 0.75, 1.0)
@@ -31,22 +31,16 @@ WIDTHS = (0.05, 0.1, 0.2, 0.3)
 
 @contextmanager
 def narrowed(
-    model: nn.Module,
-    config: SVDConfig,
-    dtypes: Mapping[str, torch.dtype],
-    only_text: bool,
-    calibration: Sequence[Batch],
-    progress: Progress | None,
+    source: LayerSource, config: SVDConfig, calibration: Sequence[Batch], only_text: bool
 ) -> Generator[tuple[SVDConfig, NarrowedMLPs]]:
     """Leave out inner features for the `prune_share` of what the config removes.
 
     Args:
-        model: dense; as it was where the block fails, and until then held beside what is new.
+        source: its model is as it was where the block fails; what it holds in memory is held
+            beside what is new until then.
         config: with a `prune_share`.
-        dtypes: of Linears' weights, where they are stored in others than they are held in.
-        only_text: as of `select_targets`.
         calibration: as of `compress_`.
-        progress: as of `prune_`.
+        only_text: as of `select_targets`.
 
     Yields:
         The config for what is left of the budget, and what was left out.
@@ -55,21 +49,23 @@ def narrowed(
         ValueError: `kept_width` finds none, or `prune_` refuses the MLPs.
         NonFiniteError: as of `prune_`.
     """
+    model, dtypes = source.model, source.dtypes
     kept = kept_width(model, config, dtypes, only_text)
     mlps = mlps_of(model)
+    inner = inner_features(model, mlps)
     warn_if_few(sum(map(count_tokens, calibration)), downs_of(mlps), stacklevel=7)
     linears = [linear for mlp in mlps.values() for linear in (*mlp.into, mlp.down)]
     before = [(linear, linear.weight, linear.bias) for linear in linears]
     cost = sum(_costs(model, config, dtypes, only_text).values())
-    pruned = prune_to_(model, mlps, kept, calibration, progress)
+    source.narrow(config, calibration, mlps, kept)
     try:
         left = sum(_costs(model, config, dtypes, only_text).values())
         removed = sum(weight.numel() - linear.weight.numel() for linear, weight, _ in before)
         itemsize = dtypes.get(next(iter(mlps)), linears[0].weight.dtype).itemsize
-        report = NarrowedMLPs(pruned.inner, kept, removed, removed * itemsize)
+        report = NarrowedMLPs(inner, kept, removed, removed * itemsize)
         yield replace(config, ratio=max(0.0, 1 - (1 - config.ratio) * cost / left)), report
     except BaseException:
-        text_config(model).intermediate_size = pruned.inner
+        text_config(model).intermediate_size = inner
         for linear, weight, bias in before:
             linear.weight, linear.bias = weight, bias
             linear.out_features, linear.in_features = weight.shape

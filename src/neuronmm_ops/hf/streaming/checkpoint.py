@@ -1,6 +1,6 @@
 """A model whose values stay on disk until they are asked for."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class Checkpoint:
         self._fill_unsaved_buffers()
         self._stored = self.model.state_dict(keep_vars=True)
         self._aliases = self._find_aliases()
+        self._changes: dict[str, Callable[[Tensor], Tensor]] = {}
         keys = {name: key for key, name in model_names(self.model, self.headers).items()}
         self._keys: dict[str, str] = {}
         for name, names in self._aliases.items():
@@ -61,6 +62,14 @@ class Checkpoint:
         Raises:
             CheckpointError: its file is gone, or is not what it was.
         """
+        return self._value(name).to(self._stored[name].dtype)
+
+    def change(self, name: str, by: Callable[[Tensor], Tensor]) -> None:
+        """Let a tensor that is not tied be, from here on, what is made of the stored one."""
+        self._changes[name] = by
+
+    def _value(self, name: str) -> Tensor:
+        """Return a stored tensor in the model's dtype, or what it was changed to."""
         key = self._keys[name]
         header = self.headers[key]
         try:
@@ -77,7 +86,9 @@ class Checkpoint:
                 f"{header.file} {reason}; put it back and run the same command again, "
                 "what is done so far is kept"
             ) from None
-        return tensor.to(self._stored[name].dtype)
+        tensor = tensor.to(self._stored[name].dtype)
+        change = self._changes.get(name)
+        return tensor if change is None else change(tensor)
 
     def check_finite(self, dtype: torch.dtype) -> None:
         """Read all tensors; raise NonFiniteError where one is NaN or Inf, parameters in `dtype`."""
@@ -117,7 +128,7 @@ class Checkpoint:
         before: dict[str, Tensor] = {}
         try:
             for name in names:
-                tensor = self.read(name)
+                tensor = self._value(name)
                 tensor = tensor.to(device, dtype if tensor.is_floating_point() else None)
                 if isinstance(self._stored[name], nn.Parameter):
                     tensor = nn.Parameter(tensor, requires_grad=False)

@@ -20,6 +20,7 @@ from neuronmm_ops.compress.factorize import gradient_shape
 from neuronmm_ops.compress.gradients import MAX_TOKENS
 from neuronmm_ops.compress.methods import METHODS
 from neuronmm_ops.compress.pipeline import describe_batches
+from neuronmm_ops.compress.prune import MLP, narrow_, narrowed_down, rows_of, text_config
 from neuronmm_ops.compress.record import compressed_layers
 from neuronmm_ops.compress.report import provenance_of
 from neuronmm_ops.compress.side_by_side import SideBySide
@@ -36,6 +37,7 @@ from neuronmm_ops.storages import FACTORS, factor_bytes
 
 # Of each stage the names of a layer's results, and of the hidden states that enter a layer.
 _KEPT = {
+    "prune": ("narrow", "wide"),
     "factorize": ("layer", "states"),
     "quantize": ("rounded", "again"),
     "drift": ("drift", "paths"),
@@ -48,11 +50,6 @@ def check_streamable(config: SVDConfig) -> None:
         raise ValueError(
             "storage auto cannot be streamed: it measures the whole model; use one storage, or "
             "compress without --stream"
-        )
-    if config.prune_share:
-        raise ValueError(
-            "prune_share cannot be streamed: it holds the model; leave one of them out, or run "
-            "neuronmm prune first"
         )
     if config.weighs_by == "perplexity":
         raise ValueError(
@@ -73,8 +70,8 @@ class LayersOnDisk(LayerSource):
         device: to compute on.
         work: the work directory.
         model_sha256: of the checkpoint.
-        progress: called with (stage, done, total); of stages `factorize`, `drift` and `quantize`
-            with layers, those that a run before has done being left out.
+        progress: called with (stage, done, total); of stages `prune`, `factorize`, `drift` and
+            `quantize` with layers, those that a run before has done being left out.
         check_room: as of `LayerSource`; not called where a run goes on.
 
     Raises:
@@ -97,12 +94,40 @@ class LayersOnDisk(LayerSource):
         self._sweep = Sweep(checkpoint, dtype, device)
         self._context = ExitStack()
         self._results: dict[str, Tensor] = {}
+        self._head: Sequence[str] = ()
+        self._is_new, self._is_open = not work.exists(), False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._context.__exit__(*error)
+
+    def narrow(
+        self, config: SVDConfig, batches: Sequence[Batch], mlps: Mapping[str, MLP], kept: int
+    ) -> None:
+        """Sweep forward; from here on the checkpoint's MLPs are narrower. Raises as `prepare`."""
+        self._layer_of = {name: self._sweep.layer_of(name) for name in mlps}
+        self._batches = [batch for batch in batches if isinstance(batch, Tensor)]
+        numbers = kept * sum(mlp.down.out_features for mlp in mlps.values())
+        self._open(config, numbers * self._dtype.itemsize + 2 * self._state_bytes)
+        for name, weight, moment in self.measured("prune", dict.fromkeys(mlps, "input"), mlps):
+            assert moment is not None
+            columns, narrow, _ = narrowed_down(name, weight, moment, kept)
+            self.keep("prune", name, {"columns": columns, "narrow": narrow})
+        names = {module: name for name, module in self.model.named_modules()}
+        for name, mlp in mlps.items():
+            read = partial(self._work.tensor, f"{_KEPT['prune'][0]}-{self._layer_of[name]}")
+            columns, inner = read(f"{name}.columns"), mlp.down.in_features
+            for linear in mlp.into:
+                rows = rows_of(columns, linear.out_features, inner)
+                for leaf, _ in linear.named_parameters():
+                    self._checkpoint.change(f"{names[linear]}.{leaf}", lambda w, r=rows: w[r])
+            self._checkpoint.change(
+                f"{name}.weight", lambda _, n=f"{name}.narrow", read=read: read(n)
+            )
+            narrow_(mlp, columns.to("meta"), mlp.down.weight[:, :kept])
+        text_config(self.model).intermediate_size = kept
 
     def prepare(self, task: Task) -> None:
         """Read all of the checkpoint once, and open the work directory.
@@ -114,18 +139,25 @@ class LayersOnDisk(LayerSource):
             OSError: the disk has too little room, or what is kept is damaged.
             BlockingIOError: another run works in the directory.
         """
-        self._task = task
+        self._task, self._head = task, task.head
         self._layer_of = {
             name: len(self._sweep) if name in task.head else self._sweep.layer_of(name)
             for name in task.replaced
         }
         self._batches = [batch for batch in task.batches if isinstance(batch, Tensor)]
-        if not self._directory.exists():
-            if self._batches:
-                self._sweep.check_states()
-            self._check_room(self._work_bytes() - task.bytes_saved())
-        self._checkpoint.check_finite(self._dtype)
-        self._work = self._context.enter_context(working_in(self._directory, self._run()))
+        self._open(task.config, self._work_bytes() - task.bytes_saved())
+
+    def _open(self, config: SVDConfig, needed: int) -> None:
+        """Check what a new run needs of the disk; what else is checked is so once."""
+        if self._is_new and not self._is_open and self._batches:
+            self._sweep.check_states()
+        if self._is_new:
+            self._check_room(needed)
+        if not self._is_open:
+            self._checkpoint.check_finite(self._dtype)
+            run = self._run(config)
+            self._work = self._context.enter_context(working_in(self._directory, run))
+            self._is_open = True
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Sweep forward and backward over the layers."""
@@ -138,7 +170,7 @@ class LayersOnDisk(LayerSource):
     ) -> Iterator[tuple[str, Tensor, SecondMoment | None]]:
         """Sweep forward; yield the Linears of the layers that are not done."""
         kept, states = _KEPT[stage]
-        if set(names) <= set(self._task.head):
+        if set(names) <= set(self._head):
             yield from self._measured_head(f"{kept}-{len(self._sweep)}", names)
             return
         count = 1 + max((self._layer_of[name] for name in names), default=-1)
@@ -208,11 +240,10 @@ class LayersOnDisk(LayerSource):
 
     def keep(self, stage: str, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Keep a Linear's result until its layer is done; float factors in the dtype stored."""
-        dtype = self._task.dtypes[name]
-        is_rounded = stage != "factorize" and name in self._task.stored
         for leaf, tensor in tensors.items():
-            is_float = leaf in FACTORS and not is_rounded
-            self._results[f"{name}.{leaf}"] = tensor.to(dtype) if is_float else tensor
+            if leaf in FACTORS and (stage == "factorize" or name not in self._task.stored):
+                tensor = tensor.to(self._task.dtypes[name])
+            self._results[f"{name}.{leaf}"] = tensor
 
     def kept(self, stage: str) -> dict[str, dict[str, Tensor]]:
         """Return all results; matrices and scales, which may not fit into memory, are on `meta`."""
@@ -269,22 +300,30 @@ class LayersOnDisk(LayerSource):
             linear = task.targets[name]
             size = linear.in_features, linear.out_features
             total += max(pair_bytes(*size, r, 1, storage) for r in (None, task.limits.get(name)))
-        tokens = sum(batch.numel() for batch in self._batches)
-        hidden = self._sweep.width * 4
         paths = 1 + METHODS[task.config.method].follows_drift
         if task.kinds:
             # Of the gradient rows, what enters each layer and its gradient.
-            total += 2 * (len(self._sweep) + 1) * min(tokens, MAX_TOKENS) * hidden
-        return total + (2 * paths * tokens * hidden if METHODS[task.config.method].side else 0)
+            rows = min(self._tokens, MAX_TOKENS)
+            total += 2 * (len(self._sweep) + 1) * rows * self._sweep.width * 4
+        return total + (2 * paths * self._state_bytes if METHODS[task.config.method].side else 0)
 
-    def _run(self) -> dict[str, Any]:
+    @property
+    def _tokens(self) -> int:
+        return sum(batch.numel() for batch in self._batches)
+
+    @property
+    def _state_bytes(self) -> int:
+        """Of the hidden states that enter a layer."""
+        return self._tokens * self._sweep.width * 4
+
+    def _run(self, config: SVDConfig) -> dict[str, Any]:
         """Return all that what is kept depends on, the values of the model's weights too."""
         config_json = (self._checkpoint.directory / "config.json").read_bytes()
         values = {
             "format": 4,
             "model": self._sha256,
             "config.json": hashlib.sha256(config_json).hexdigest(),
-            "SVDConfig": self._task.config.to_dict(),
+            "SVDConfig": config.to_dict(),
             "calibration": describe_batches(self._batches),
             "compute dtype": name_of(self._dtype),
             "versions": {

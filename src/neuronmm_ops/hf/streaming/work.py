@@ -19,7 +19,7 @@ from neuronmm_ops.processes import locked
 STATE = "state.json"
 OURS = re.compile(
     r"(state\.json|"
-    r"(states|rows|upstream|gradients|layer|again|rounded|paths|drift)-[\d-]+\.safetensors)(\.tmp)?"
+    r"(states|rows|upstream|gradients|layer|again|rounded|paths|drift|wide|narrow)-[\d-]+\.safetensors)(\.tmp)?"
 )
 
 
