@@ -125,6 +125,18 @@ def test_nothing_is_written_where_no_draft_pays(run, costing, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
+def test_a_draft_that_transformers_loop_slows_is_written_for_other_engines(
+    run, costing, monkeypatch, tmp_path
+):
+    costing(0.1)
+    slow = {"rounds": 1, "speedup": dict.fromkeys(("median", "low", "high"), 0.9)}
+    monkeypatch.setattr(choose, "_generated", lambda model, draft, prompts: slow)
+    page = run("draft", demo.MODEL, "-o", tmp_path / "draft", "--tokens-ahead", "4").page()
+    assert "Measured in Transformers: 0.90x the tokens/s of the model alone" in page
+    assert page.endswith(f"{tmp_path / 'draft'}: 4 tokens ahead\n")
+
+
+@pytest.mark.filterwarnings("ignore::neuronmm_ops.CalibrationWarning")
 def test_a_distilled_draft_is_nearer_to_the_model(costing, tmp_path):
     model = hf.load_packed(demo.MODEL)
     kept, found = (0, 2), []

@@ -67,7 +67,7 @@ def _show(document: dict[str, Any]) -> None:
     if measured := document.get("measured"):
         speedup = measured["speedup"]
         print(
-            f"Measured: {speedup['median']:.2f}x the tokens/s of the model alone "
+            f"Measured in Transformers: {speedup['median']:.2f}x the tokens/s of the model alone "
             f"({speedup['low']:.2f} to {speedup['high']:.2f}, {measured['rounds']} paired rounds)"
         )
     if document["output"] is None:
