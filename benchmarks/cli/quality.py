@@ -27,6 +27,11 @@ def add(commands: Any) -> None:
     )
     description = "divergence by method, at equal kept parameters, beside dense one byte"
     add_command(commands, "divergence", _divergence, _show_divergence, description)
+    description = "the same of a model that others trained, of which nothing is spare"
+    command = add_command(commands, "stories", _stories, _show_divergence, description)
+    command.add_argument(
+        "clones", type=Path, metavar="CLONES", help="a folder of the clones, named by their owners"
+    )
     description = "divergence by bytes: coarse matrices with a low-rank correction, beside dense"
     add_command(commands, "residuals", _residuals, _show_residuals, description)
 
@@ -155,6 +160,14 @@ def _divergence(_: argparse.Namespace) -> list[dict[str, Any]]:
 
     with progress_bars() as progress:
         return divergence.run(progress)
+
+
+def _stories(options: argparse.Namespace) -> list[dict[str, Any]]:
+    transformers_models()
+    from benchmarks import stories
+
+    with progress_bars() as progress:
+        return stories.run(options.clones, progress)
 
 
 def _show_divergence(rows: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""docs/gallery/divergence.md: methods at equal kept parameters, on the repository's two models."""
+"""docs/gallery/divergence.md: methods at equal kept parameters, on our models and another."""
 
 from selection import Row, document, method_label
 from writing import MARK, page, table
@@ -9,18 +9,20 @@ LISTED = "held_out"
 
 def divergence_page() -> str:
     """Two tables a model and text: what methods lose, and what dense one byte does."""
-    rows: list[Row] = document("divergence") or []
+    rows: list[Row] = [*(document("divergence") or []), *(document("stories") or [])]
     texts = dict.fromkeys((row["trial"], row["text"]) for row in rows)
     return page(
         MARK,
         "# Methods at equal parameters",
-        "Measured: all Linears of the layers of two models of this repository, both calibrated on "
-        "16,384 tokens. *demo* is trained for minutes on more than it can hold, which flatters low "
-        "rank; *converged* has learned a table of facts whole. Every cell: the divergence from the "
-        "dense model's predictions in nats a token and its standard error, over SVD-LLM's, and "
-        "what the cross entropy grows by. Others than SVD-LLM remove as much as it does, or more. "
-        "*pruned*: MLPs of fewer inner features, a dense model; *pruned 0.75, then*: for this "
-        "share of what goes; *compared*: what `compress --compare` takes by text kept apart.",
+        "Measured: all Linears of the layers of two models of this repository, and of one of "
+        "others, calibrated on 16,384 tokens. *demo* is trained for minutes on more than it can "
+        "hold, which flatters low rank; *converged* has learned a table of facts whole; "
+        "*stories260K* is A. Karpathy's Llama of 260 thousand parameters, trained on TinyStories "
+        "and calibrated on stories of its own. Every cell: the divergence from the dense model's "
+        "predictions in nats a token and its standard error, over SVD-LLM's, and what the cross "
+        "entropy grows by. Others than SVD-LLM remove as much as it does, or more. *pruned*: MLPs "
+        "of fewer inner features, a dense model; *pruned 0.75, then*: for this share of what "
+        "goes; *compared*: what `compress --compare` takes by text kept apart.",
         *(block for key in texts for block in _blocks(*key, rows)),
     )
 

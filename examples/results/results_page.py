@@ -79,7 +79,7 @@ def _source_row(name: str, members: list[Dataset]) -> list[str]:
 
 def _kind(name: str) -> str:
     """Whether the times of a data set that measures none of this machine's are modelled."""
-    quality = ("methods", "storages", "divergence", "residuals", "engines")
+    quality = ("methods", "storages", "divergence", "stories", "residuals", "engines")
     return "none" if name in quality else "modelled"
 
 

@@ -100,6 +100,7 @@ def datasets() -> dict[str, Dataset]:
         Dataset("methods", (f"python benchmarks methods {_DEMO} --dtype float32",), 10),
         Dataset("storages", (f"python benchmarks storages {_DEMO} --ratio {ratios}",), 8),
         Dataset("divergence", ("python benchmarks divergence",), 15),
+        Dataset("stories", ("python benchmarks stories out/sources/stories",), 10),
         Dataset("residuals", ("python benchmarks residuals",), 10),
         Dataset("figure1", ("python benchmarks kernels --figure1",), 5),
         Dataset(
