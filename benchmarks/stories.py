@@ -65,8 +65,13 @@ def convert(weights: Path, vocabulary: Path, output: Path) -> None:
     Raises:
         ValueError: a file has more or less than its sizes say.
     """
-    model = _model(weights.read_bytes())
-    tokenizer = _tokenizer(vocabulary.read_bytes(), model.config)
+    try:
+        model = _model(weights.read_bytes())
+        tokenizer = _tokenizer(vocabulary.read_bytes(), model.config)
+    except struct.error as error:
+        raise ValueError(
+            f"{weights} and {vocabulary} must be as long as their sizes say; {error}"
+        ) from None
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
 

@@ -122,6 +122,7 @@ def test_text_is_merged_and_what_has_no_piece_is_bytes(clones, tmp_path):
     [
         ({"cut": 4}, "the weights must be .* numbers as their sizes say, got"),
         ({"pieces": [*PIECES[:-1], "the"]}, f"the vocabulary must be of {len(PIECES)} pieces"),
+        ({"pieces": PIECES[:-1]}, "must be as long as their sizes say"),
         ({"pieces": [*PIECES, "hat"]}, f"the vocabulary must be of {len(PIECES)} pieces"),
     ],
 )

@@ -214,6 +214,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path):
     [
         ({"method": "swift", "importance": "perplexity"}, "importance perplexity cannot be"),
         ({"targets": ("mlp", "lm_head")}, "lm_head is in none of model.layers"),
+        ({"prune_share": 0.5, "targets": ("mlp", "lm_head")}, "lm_head is in none of model.layers"),
         ({"prune_share": 0.5, "targets": "attention"}, "mlp.gate_proj is not among the targets"),
         ({"prune_share": 1.0, "ratio": 0.01, "block": 256}, "leaves 0; use another share or a"),
         ({"ratio": 0.95, "block": 40}, "no allocation meets the budget"),

@@ -25,6 +25,7 @@ from neuronmm_ops.compress.record import compressed_layers
 from neuronmm_ops.compress.report import provenance_of
 from neuronmm_ops.compress.side_by_side import SideBySide
 from neuronmm_ops.compress.source import LayerSource, Task
+from neuronmm_ops.compress.targets import select_targets
 from neuronmm_ops.hf.streaming.checkpoint import Checkpoint
 from neuronmm_ops.hf.streaming.gradients import sweep_gradients
 from neuronmm_ops.hf.streaming.sweep import NamedLayer, Sweep
@@ -107,6 +108,8 @@ class LayersOnDisk(LayerSource):
         self, config: SVDConfig, batches: Sequence[Batch], mlps: Mapping[str, MLP], kept: int
     ) -> None:
         """Sweep forward; from here on the checkpoint's MLPs are narrower. Raises as `prepare`."""
+        for name in select_targets(self.model, config, only_text=True).linears:
+            self._sweep.layer_of(name)  # or it says now, not a sweep later, that one is in none
         self._layer_of = {name: self._sweep.layer_of(name) for name in mlps}
         self._batches = [batch for batch in batches if isinstance(batch, Tensor)]
         numbers = kept * sum(mlp.down.out_features for mlp in mlps.values())
@@ -149,9 +152,9 @@ class LayersOnDisk(LayerSource):
 
     def _open(self, config: SVDConfig, needed: int) -> None:
         """Check what a new run needs of the disk; what else is checked is so once."""
-        if self._is_new and not self._is_open and self._batches:
-            self._sweep.check_states()
         if self._is_new:
+            if self._batches and not self._is_open:
+                self._sweep.check_states()
             self._check_room(needed)
         if not self._is_open:
             self._checkpoint.check_finite(self._dtype)
