@@ -50,4 +50,5 @@ class Fp8(WeightStorage):
             return super().widened(tensor, scale, dtype)
         bits = tensor.view(torch.int8).to(torch.int16)
         bits.bitwise_left_shift_(_SHIFT).bitwise_and_(_MASK)
-        return bits.view(torch.float16).to(dtype), scale * _BIAS
+        # By way of float32: float16 to bfloat16 takes seven times as long as that and its rounding.
+        return bits.view(torch.float16).float().to(dtype), scale * _BIAS
