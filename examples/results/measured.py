@@ -2,7 +2,7 @@
 
 from plots import image
 from selection import Row, document, method_label, storages
-from sources import SHOWN, machine_of
+from sources import SHOWN, machine_of, read
 from writing import number, table
 
 from neuronmm_ops.measure.cpu import FORWARD
@@ -83,15 +83,17 @@ def cpu() -> list[str]:
         return []
     return [
         "## Ops on a CPU",
-        f"Measured: {machine_of('cpu')}, {rows[0]['threads']} threads, {rows[0]['dtype']}, medians "
-        f"of paired rounds at {SHOWN}'s shape. *Ideal* is the ratio of parameters.",
+        f"Measured: {machine_of('cpu')}, {rows[0]['threads']} threads, medians of paired rounds at "
+        f"{SHOWN}'s shape. *Ideal* is the ratio of parameters; *packed*: both after `nn.pack_`.",
         table(
-            ["op", "M", "r", "dense ms", "two GEMMs ms", "op ms", "speed-up", "ideal"],
+            [
+                *("op", "dtype", "M", "r", "dense ms", "two GEMMs ms", "op ms", "speed-up"),
+                *("packed dense ms", "packed op ms", "speed-up", "ideal"),
+            ],
             [
                 [
-                    *(f"`{row['op']}`", row["M"], row["r"]),
-                    *(f"{row[name]:.2f}" for name in ("dense_ms", "two_gemm_ms", "op_ms")),
-                    *(f"{row[name]:.2f}" for name in ("speedup", "ideal_speedup")),
+                    *(f"`{row['op']}`", row["dtype"], row["M"], row["r"]),
+                    *(f"{row[name]:.2f}" for name in CPU_COLUMNS),
                 ]
                 for row in rows
             ],
@@ -99,6 +101,10 @@ def cpu() -> list[str]:
     ]
 
 
+CPU_COLUMNS = (
+    *("dense_ms", "two_gemm_ms", "op_ms", "speedup"),
+    *("packed_dense_ms", "packed_op_ms", "packed_speedup", "ideal_speedup"),
+)
 GPU_TIMES = ("dense", "dense_fp8", "two_gemm", "op", "fp8", "int8", "int4")
 
 
@@ -130,7 +136,8 @@ def gpu() -> list[str]:
 
 def forward() -> list[Row]:
     """The CPU's rows without gradients."""
-    return [row for row in document("cpu") or [] if row["pass"] == FORWARD]
+    runs = (read("cpu") or {"runs": []})["runs"]
+    return [row for run in runs for row in run["document"] if row["pass"] == FORWARD]
 
 
 def generation() -> list[str]:

@@ -111,7 +111,15 @@ def datasets() -> dict[str, Dataset]:
             ),
             5,
         ),
-        Dataset("cpu", (f"neuronmm bench cpu --model {SHOWN}",), 3, measured=True),
+        Dataset(
+            "cpu",
+            tuple(
+                f"neuronmm bench cpu --model {SHOWN} --dtype {dtype}"
+                for dtype in ("bfloat16", "float32")
+            ),
+            6,
+            measured=True,
+        ),
         Dataset(
             "generate",
             (f"neuronmm bench generate {DENSE} {COMPRESSED} --prompt-tokens 384",),

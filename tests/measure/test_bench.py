@@ -9,8 +9,17 @@ from neuronmm_ops.ops.backends.cpu import multiplies_fast
 
 CPU_FIELDS = (
     *("op", "pass", "M", "K", "N", "r", "dtype", "compute_dtype", "threads", "dense_ms"),
-    *("two_gemm_ms", "op_ms", "speedup", "speedup_quartiles", "ideal_speedup", "storage"),
-    *("stored_ms", "stored_speedup", "gbps", "gflops"),
+    *("two_gemm_ms", "op_ms", "speedup", "speedup_quartiles", "ideal_speedup"),
+    *(
+        "packed_dense_ms",
+        "packed_op_ms",
+        "packed_speedup",
+        "storage",
+        "stored_ms",
+        "stored_speedup",
+        "gbps",
+        "gflops",
+    ),
 )
 TINY = ModelShape("Tiny", 32, 64, 2, 2, 1, 16, 600, tied=True)
 
@@ -107,6 +116,8 @@ def test_cpu_rows_of_both_passes(monkeypatch):
         (op, name) for op in cpu.OPS for name in ("forward", "forward+backward")
     ]
     for row in rows:
+        is_packed = row["pass"] == cpu.FORWARD
+        assert all(is_packed or row[name] is None for name in CPU_FIELDS if "packed" in name)
         assert row["dtype"] == row["compute_dtype"] == "float32"
         products = 3 if "backward" in row["pass"] else 1
         assert row["gflops"] == pytest.approx(products * row["gbps"] * row["M"] / 2)

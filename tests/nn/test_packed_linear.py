@@ -4,14 +4,15 @@ import copy
 
 import pytest
 import torch
+from tolerances import assert_close_to_oracle
 from torch import nn
 from torch.testing import assert_close
 
 import neuronmm_ops as nm
 from neuronmm_ops.nn import PackedLinear, StoredLinear, SVDLinear, pack_, relayout_
-from neuronmm_ops.ops.backends.cpu import multiplies_fast
+from neuronmm_ops.ops.backends.cpu import is_x86, multiplies_fast
 
-BF16 = torch.bfloat16
+BF16, FP32 = torch.bfloat16, torch.float32
 UNITS = pytest.mark.skipif(not multiplies_fast(BF16), reason="bfloat16 is not packed here")
 K, N = 200, 96
 
@@ -58,19 +59,30 @@ def test_int4_is_rounded_as_bfloat16(layer, shape):
         assert_close(made(x), expected, rtol=2e-2, atol=2e-2)
 
 
-@UNITS
-def test_a_model_is_packed_but_for_its_tied_head():
+@pytest.mark.skipif(not is_x86(), reason="float32 is not packed here")
+@pytest.mark.parametrize("shape", [(K,), (1, K), (2, 3, K), (130, K), (0, K)])
+@pytest.mark.parametrize("layer", [pair(dtype=FP32), pair(bias=False, dtype=FP32), dense(FP32)])
+def test_float32_is_summed_as_exactly(shape, layer):
+    x, made, plain = torch.randn(shape), packed(layer), relayout_(copy.deepcopy(layer))
+    assert type(made[0]) is PackedLinear
+    with torch.no_grad():
+        oracle = copy.deepcopy(layer).double()(x.double())
+        assert_close_to_oracle(made(x), oracle, plain(x))
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(BF16, marks=UNITS), FP32])
+def test_a_model_is_packed_with_its_tied_head(dtype):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True)
-    model = transformers.LlamaForCausalLM(config).to(BF16).eval()
+    model = transformers.LlamaForCausalLM(config).to(dtype).eval()
     ids = torch.arange(9)[None]
     with torch.no_grad():
         before = model(ids).logits
-        assert torch.equal(pack_(model)(ids).logits, before)
-    assert type(model.lm_head) is nn.Linear
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert sum(type(each) is PackedLinear for each in model.modules()) == 7
+        after = pack_(model)(ids).logits
+    assert_close(after, before, rtol=0, atol=0 if dtype == BF16 else 1e-6)
+    assert type(model.model.embed_tokens.weight) is nn.Parameter
+    assert sum(type(each) is PackedLinear for each in model.modules()) == 8
 
 
 def test_a_gated_mlp_and_a_shared_layer_are_packed():
@@ -88,10 +100,10 @@ def test_a_gated_mlp_and_a_shared_layer_are_packed():
 @pytest.mark.parametrize(
     "layer",
     [
-        pair(dtype=torch.float32),
+        pair(dtype=torch.float64),
         pair("int4", dtype=torch.float32),
         pair("fp8"),
-        dense(torch.float32),
+        dense(torch.float64),
         stored("int8"),
         stored(columns=40),  # torch's kernel takes multiples of 16
         pair("int4", rank=40),

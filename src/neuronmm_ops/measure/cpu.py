@@ -1,10 +1,12 @@
 """Measured on the host's CPU: the ops beside the dense layer and beside two bare matmuls a pair.
 
-Weights are read from memory, as in a model's forward: every round takes another copy of them.
+The layers of `pack_` are compared with dense ones that are packed, too. Weights are read from
+memory, as in a model's forward: every round takes another copy of them.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.measure.timing import PairedTimes, copies_for, time_paired
 from neuronmm_ops.models import resolve_shape
-from neuronmm_ops.nn import SVDMLP, SVDLinear, relayout_
+from neuronmm_ops.nn import SVDMLP, SVDLinear, pack_, relayout_
 from neuronmm_ops.ops.backends.cpu import compute_dtype, name_of
 from neuronmm_ops.rank import aligned_rank
 from neuronmm_ops.storages import checked, factor_bytes
@@ -67,7 +69,9 @@ def run(
         `r`, `dtype` (of the tensors), `compute_dtype` (in which the op multiplies on this CPU),
         `threads`, `dense_ms`, `two_gemm_ms`, `op_ms` (medians), `speedup` (dense to op, median of
         paired rounds), `speedup_quartiles` (of them, three numbers), `ideal_speedup` (dense
-        parameters to low-rank ones: the ratio of bytes, and of operations), `storage`, `stored_ms`
+        parameters to low-rank ones: the ratio of bytes, and of operations), `packed_dense_ms`,
+        `packed_op_ms` and `packed_speedup` (`pack_`'s dense layer to the op, paired; None with
+        gradients, which it has none of), `storage`, `stored_ms`
         and `stored_speedup` (op to the op on factors in one byte, paired; None where there are
         none), `gbps` (bytes of the factors over the op's time) and `gflops` (of the products of x,
         factors and gradients, recomputed ones not counted).
@@ -128,7 +132,7 @@ def measure(case: Comparison) -> dict[str, Any]:
     dense, low_rank = case.matrices * K * N, case.matrices * r * (K + N)
     times = _time(case, copies_for(case.matrices * factor_bytes(K, N, r, itemsize, case.storage)))
     op_ms = times.median_ms("op")
-    is_stored = case.storage is not None
+    is_stored, is_packed = case.storage is not None, not case.backward
     return {
         "op": case.op,
         "pass": BOTH if case.backward else FORWARD,
@@ -145,6 +149,9 @@ def measure(case: Comparison) -> dict[str, Any]:
         "speedup": times.speedup("op", "dense"),
         "speedup_quartiles": times.speedup_quartiles("op", "dense"),
         "ideal_speedup": dense / low_rank,
+        "packed_dense_ms": times.median_ms("packed_dense") if is_packed else None,
+        "packed_op_ms": times.median_ms("packed_op") if is_packed else None,
+        "packed_speedup": times.speedup("packed_op", "packed_dense") if is_packed else None,
         "storage": case.storage,
         "stored_ms": times.median_ms("stored") if is_stored else None,
         "stored_speedup": times.speedup("stored", "op") if is_stored else None,
@@ -156,12 +163,19 @@ def measure(case: Comparison) -> dict[str, Any]:
 def _time(case: Comparison, copies: int) -> PairedTimes:
     """Each candidate on `copies` copies of its weights, so that no round finds them in a cache."""
     x = torch.randn(case.M, case.K, dtype=case.dtype, requires_grad=case.backward)
+    made = makers(case)
+    if not case.backward:
+        made |= {f"packed_{name}": partial(_packed, made[name]) for name in ("dense", "op")}
     candidates = {
         name: _step([make() for _ in range(copies)], x, case.backward)
-        for name, make in makers(case).items()
+        for name, make in made.items()
     }
     mode = torch.enable_grad if case.backward else torch.inference_mode
     return time_paired(candidates, case.rounds, mode=mode)
+
+
+def _packed(make: Callable[[], nn.Module]) -> nn.Module:
+    return pack_(nn.Sequential(make()))
 
 
 def _step(layers: list[nn.Module], x: Tensor, backward: bool) -> Callable[[int], object]:

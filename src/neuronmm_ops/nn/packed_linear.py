@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from neuronmm_ops.nn.compressed_linear import CompressedLinear
 from neuronmm_ops.nn.dense_linear import dense_linear
 from neuronmm_ops.nn.layout import relayout_
-from neuronmm_ops.nn.swap import carry_over, shared_weights
+from neuronmm_ops.nn.swap import carry_over
 from neuronmm_ops.ops.backends.cpu_packed import Product, packed
 from neuronmm_ops.ops.backends.simulated import active_impl
 
@@ -88,24 +88,23 @@ class PackedLinear(nn.Module):
 def pack_(model: M) -> M:
     """Keep the matrices of a model as this CPU's kernels read them; return the model.
 
-    Those of Linears and compressed layers in bfloat16, where the CPU has units for it, and in int4
-    with bfloat16 activations. bfloat16 takes the memory that it took, and its results stay as they
-    are, bit for bit; int4's are rounded as bfloat16's are. Other compressed layers are laid out by
-    `relayout_`, and a weight that another module holds, too, stays. For inference: the model can no
-    longer be trained, saved, cast or moved.
+    Those of Linears and compressed layers in float32, in bfloat16 where the CPU has units for it,
+    and in int4 with bfloat16 activations. Floats take the memory that they took, a head tied to an
+    embedding twice that. bfloat16's results stay as they are, bit for bit; float32's are sums in
+    another order, int4's are rounded as bfloat16's are. Other compressed layers are laid out by
+    `relayout_`. For inference: the model can no longer be trained, saved, cast or moved.
 
     Raises:
         ValueError: `model` is itself a layer, which nothing holds.
     """
     if _matrices(model) is not None:
         raise ValueError("pack_ takes a module that holds layers, got a layer; wrap it")
-    shared = shared_weights(model)
     made: dict[nn.Module, nn.Module] = {}
-    for path, parent in list(model.named_modules()):
+    for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if layer not in made and f"{path}.{name}".lstrip(".") not in shared:
+            if layer not in made:
                 made[layer] = _packed(layer)
-            setattr(parent, name, made.get(layer, layer))
+            setattr(parent, name, made[layer])
     return relayout_(model)
 
 

@@ -40,7 +40,7 @@ def streams_by_mv(dtype: torch.dtype) -> bool:
     With AMX by 1.3 to 1.7 times. With AVX512_BF16 alone bfloat16's takes 1.7 to 4 times as long:
     only `mm` goes to oneDNN there (both measured, two threads).
     """
-    return not (dtype == torch.bfloat16 and multiplies_fast(dtype) and _is_x86() and not _has_amx())
+    return not (dtype == torch.bfloat16 and multiplies_fast(dtype) and is_x86() and not _has_amx())
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.dtype:
@@ -64,14 +64,15 @@ def name_of(dtype: torch.dtype) -> str:
 
 def _has_bf16_units() -> bool:
     # oneDNN reports AVX-512 without bf16 instructions as supported: it emulates them.
-    return not _is_x86() or torch.cpu._is_avx512_bf16_supported() or _has_amx()
+    return not is_x86() or torch.cpu._is_avx512_bf16_supported() or _has_amx()
 
 
 def _has_amx() -> bool:
     return torch.cpu._is_amx_tile_supported()
 
 
-def _is_x86() -> bool:
+def is_x86() -> bool:
+    """Say whether this CPU is one of Intel's, or compatible."""
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
@@ -135,7 +136,7 @@ def _is_sum_of_rows(a: Tensor, b: Tensor) -> bool:
         return False
     is_plain = not (torch.is_grad_enabled() or _is_wrapped(a) or _is_wrapped(b))
     is_narrow = a.dtype in (torch.bfloat16, torch.float16)
-    return is_plain and is_narrow and _is_x86() and torch.get_num_threads() == 1
+    return is_plain and is_narrow and is_x86() and torch.get_num_threads() == 1
 
 
 def _is_wrapped(tensor: Tensor) -> bool:

@@ -1,7 +1,8 @@
 """Products of the host's CPU with matrices in the order that its kernels read, made once.
 
-oneDNN reads bfloat16 in blocks. Of a matrix in another order it makes these at each call, or reads
-it more slowly; the results are the same, bit for bit.
+oneDNN reads blocks. Of a bfloat16 matrix in another order it makes these at each call, or reads it
+more slowly; the results are the same, bit for bit. float32 torch gives to its BLAS instead, whose
+sums are rounded elsewhere.
 """
 
 from collections.abc import Callable
@@ -9,11 +10,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from neuronmm_ops.ops.backends.cpu import SLOW_DTYPES
+from neuronmm_ops.ops.backends.cpu import SLOW_DTYPES, is_x86
 from neuronmm_ops.storages import storage_of
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
-"""`x @ w + bias` in bfloat16, for x `[..., K]` and bias `[N]` or None."""
+"""`x @ w + bias` in one dtype, for x `[..., K]` and bias `[N]` or None."""
+_TOKENS = 64
+"""A hint for the order. For fewer than 16 it is another in float32: 64 to 512 tokens then take what
+they take now, 2 to 8 twice as long (AVX512 and AVX2, two threads, 2048 x 8192)."""
 
 
 def packed(matrix: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Product | None:
@@ -24,11 +28,13 @@ def packed(matrix: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Product 
         scale: of a storage's, else None.
         dtype: of the activations.
     """
-    if not matrix.is_cpu or dtype != torch.bfloat16:
+    if not matrix.is_cpu:
         return None
     storage = storage_of(matrix.dtype)
     if storage is None or scale is None:
-        return _of_blocks(matrix) if matrix.dtype == dtype and dtype not in SLOW_DTYPES else None
+        return _of_blocks(matrix) if matrix.dtype == dtype and _has_blocks(dtype) else None
+    if dtype != torch.bfloat16:
+        return None
     multiplied = storage.packed(matrix, scale)
     if multiplied is None:
         return None
@@ -41,9 +47,14 @@ def packed(matrix: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Product 
     return product
 
 
+def _has_blocks(dtype: torch.dtype) -> bool:
+    if dtype == torch.float32:
+        return is_x86() and torch.backends.mkldnn.is_available()
+    return dtype == torch.bfloat16 and dtype not in SLOW_DTYPES
+
+
 def _of_blocks(matrix: Tensor) -> Product:
-    # 1: tokens, a hint; the order is the same for all.
-    blocks = torch.ops.mkldnn._reorder_linear_weight(matrix.t().contiguous(), 1)
+    blocks = torch.ops.mkldnn._reorder_linear_weight(matrix.t().contiguous(), _TOKENS)
     return lambda x, bias: _linear(x, blocks, bias)
 
 
