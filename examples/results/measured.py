@@ -78,33 +78,35 @@ def excess(value: float) -> str:
 
 def cpu() -> list[str]:
     """The ops' times."""
-    rows = forward()
-    if not rows:
+    cases: dict[tuple[str, str, int], list[Row]] = {}
+    for row in forward():
+        cases.setdefault((row["op"], row["dtype"], row["M"]), []).append(row)
+    if not cases:
         return []
+    ranks = next(iter(cases.values()))
+    ideals = " and ".join(f"{row['ideal_speedup']:.2f}" for row in ranks)
     return [
         "## Ops on a CPU",
-        f"Measured: {machine_of('cpu')}, {rows[0]['threads']} threads, medians of paired rounds at "
-        f"{SHOWN}'s shape. *Ideal* is the ratio of parameters; *packed*: both after `nn.pack_`.",
+        f"Measured: {machine_of('cpu')}, {ranks[0]['threads']} threads, medians of paired rounds, "
+        f"{SHOWN}'s shape. Speed-ups are over the dense layer, both after `nn.pack_`; the ratios "
+        f"of parameters are {ideals}. Dense times are of the first rank's rounds.",
         table(
             [
-                *("op", "dtype", "M", "r", "dense ms", "two GEMMs ms", "op ms", "speed-up"),
-                *("packed dense ms", "packed op ms", "speed-up", "ideal"),
+                *("op", "dtype", "M", "dense ms", "packed ms"),
+                *(name for row in ranks for name in (f"r {row['r']} ms", "speed-up")),
             ],
             [
                 [
-                    *(f"`{row['op']}`", row["dtype"], row["M"], row["r"]),
-                    *(f"{row[name]:.2f}" for name in CPU_COLUMNS),
+                    *(f"`{op}`", dtype, M),
+                    *(f"{rows[0][name]:.2f}" for name in ("dense_ms", "packed_dense_ms")),
+                    *(f"{row[n]:.2f}" for row in rows for n in ("packed_op_ms", "packed_speedup")),
                 ]
-                for row in rows
+                for (op, dtype, M), rows in cases.items()
             ],
         ),
     ]
 
 
-CPU_COLUMNS = (
-    *("dense_ms", "two_gemm_ms", "op_ms", "speedup"),
-    *("packed_dense_ms", "packed_op_ms", "packed_speedup", "ideal_speedup"),
-)
 GPU_TIMES = ("dense", "dense_fp8", "two_gemm", "op", "fp8", "int8", "int4")
 
 

@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
     example = "--model Llama-3.2-1B --tokens 1,64"
     description = "ops compared with dense layers"
     command = add_command(
-        benchmarks, "cpu", _cpu, show_rows, description, "--dtype", example=example
+        benchmarks, "cpu", _cpu, _show_cpu, description, "--dtype", example=example
     )
     add_shape(command, " (default Llama-3.2-1B)", default="Llama-3.2-1B")
     add_tokens(command, [1, 8, 64, 512])
@@ -45,3 +45,8 @@ def _cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
     )
     with progress_bars() as progress:
         return cpu.run(timed, progress)
+
+
+def _show_cpu(rows: list[dict[str, Any]]) -> None:
+    json_only = ("two_gemm_ms", "speedup_quartiles", "gbps", "gflops")
+    show_rows([{k: v for k, v in row.items() if k not in json_only} for row in rows])

@@ -55,13 +55,21 @@ def _has_blocks(dtype: torch.dtype) -> bool:
 
 def _of_blocks(matrix: Tensor) -> Product:
     blocks = torch.ops.mkldnn._reorder_linear_weight(matrix.t().contiguous(), _TOKENS)
-    return lambda x, bias: _linear(x, blocks, bias)
+
+    def product(x: Tensor, bias: Tensor | None) -> Tensor:
+        needs_op = torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad)
+        return (_linear if needs_op else _pointwise)(x, blocks, bias)
+
+    return product
 
 
-# A custom op: torch's compiler lowers oneDNN's own for constants alone. It has no gradient.
-@torch.library.custom_op("neuronmm::packed_linear", mutates_args=())
-def _linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+def _pointwise(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
+
+
+# torch's compiler lowers oneDNN's own op for constants alone, and that has no gradient and does not
+# say so. To enter this one takes as long as a small product, so it is left out where it can be.
+_linear = torch.library.custom_op("neuronmm::packed_linear", _pointwise, mutates_args=())
 
 
 @_linear.register_fake
