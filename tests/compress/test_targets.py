@@ -154,6 +154,12 @@ def test_a_model_that_changes_its_weights_as_it_runs_is_refused():
         selected(transformers.RwkvForCausalLM(config), "all-linear")
 
 
+def test_torchs_own_encoder_reads_its_weights():
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    with pytest.raises(ValueError, match="linear1 cannot be replaced: the model's code reads its"):
+        selected(torch.nn.Sequential(layer), "all-linear")
+
+
 def test_a_weight_that_the_model_reads_stays_dense():
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 1, "time_step_rank": 24}

@@ -85,6 +85,20 @@ def test_a_model_is_packed_with_its_tied_head(dtype):
     assert sum(type(each) is PackedLinear for each in model.modules()) == 8
 
 
+def test_weights_that_the_code_reads_stay_where_they_are():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3}
+    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, state_size=8))
+    config = transformers.RwkvConfig(**sizes, rescale_every=2)  # layers divide by 2 as they run
+    rwkv = transformers.RwkvForCausalLM(config)
+    encoder = nn.Sequential(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True))
+    x, ids = torch.randn(2, 5, 32), torch.arange(9)[None]
+    for model, given in ((mamba, ids), (rwkv, ids), (encoder, x)):
+        with torch.inference_mode():
+            expected, y = (m(given) for m in (model.eval(), pack_(copy.deepcopy(model))))
+        assert_close(getattr(y, "logits", y), getattr(expected, "logits", expected))
+
+
 def test_a_gated_mlp_and_a_shared_layer_are_packed():
     mlp = nm.SVDMLP(64, 128, (32, 48, 16), dtype=BF16, storage="int4")
     model = nn.ModuleDict({"mlp": mlp, "again": mlp.up_proj})

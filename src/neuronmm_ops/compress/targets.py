@@ -8,7 +8,7 @@ from torch import nn
 
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.nn.dense_linear import DenseLinear, dense_linears
-from neuronmm_ops.nn.swap import shared_weights
+from neuronmm_ops.nn.swap import is_read_by, shared_weights
 
 ALL_LINEAR = "all-linear"
 # Last components of a Linear's name in Transformers' decoders and encoders. Some mean one thing
@@ -101,7 +101,7 @@ def select_targets(model: nn.Module, config: SVDConfig, only_text: bool = False)
             continue
         if name in shared:
             kept[name] = linear, f"shares its weight with {shared[name]}"
-        elif _is_read_by_its_parent(model, name):
+        elif is_read_by(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]):
             kept[name] = linear, "cannot be replaced: the model's code reads its weight"
         else:
             linears[name] = linear
@@ -128,12 +128,6 @@ def _stored_head(
             "copy of the weight first"
         )
     return found
-
-
-def _is_read_by_its_parent(model: nn.Module, name: str) -> bool:
-    """Say whether it is the step size's projection in a Mamba mixer, which multiplies by it."""
-    parent, _, leaf = name.rpartition(".")
-    return leaf == "dt_proj" and hasattr(model.get_submodule(parent), "A_log")
 
 
 def matches(target: str, name: str) -> bool:

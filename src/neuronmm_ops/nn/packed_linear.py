@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from neuronmm_ops.nn.compressed_linear import CompressedLinear
 from neuronmm_ops.nn.dense_linear import dense_linear
 from neuronmm_ops.nn.layout import relayout_
-from neuronmm_ops.nn.swap import carry_over
+from neuronmm_ops.nn.swap import carry_over, is_read_by
 from neuronmm_ops.ops.backends.cpu_packed import Product, packed
 from neuronmm_ops.ops.backends.simulated import active_impl
 
@@ -103,7 +103,7 @@ def pack_(model: M) -> M:
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if layer not in made:
-                made[layer] = _packed(layer)
+                made[layer] = layer if is_read_by(parent, name) else _packed(layer)
             setattr(parent, name, made[layer])
     return relayout_(model)
 

@@ -98,6 +98,17 @@ def shared_weights(model: nn.Module) -> dict[str, str]:
     return shared
 
 
+def is_read_by(parent: nn.Module, child: str) -> bool:
+    """Say whether the model's code reads a child's weight: no other layer can take its place.
+
+    Mamba multiplies by that of the step size's projection, RWKV scales its own as it runs, and
+    torch's own encoder gives all to one call when it infers.
+    """
+    is_step_size = child == "dt_proj" and hasattr(parent, "A_log")
+    is_rwkv = type(parent).__name__.startswith("Rwkv")
+    return is_step_size or is_rwkv or isinstance(parent, nn.TransformerEncoderLayer)
+
+
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or dense_linear(module) is not None
 
