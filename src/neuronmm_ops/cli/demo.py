@@ -79,7 +79,7 @@ def _show(document: dict[str, Any]) -> None:
     shape = f"{timed['K']} x {timed['N']}, rank {timed['r']}, one token"
     for line in (
         "removed: share of the MLPs' parameters; excess: ln of the perplexity less ln of dense",
-        f"{shape}, measured here ({timed['compute_dtype']}, one thread): {_times(timed)}",
+        f"{shape}, measured here ({timed['compute_dtype']}, packed, one thread): {_times(timed)}",
         f"{shape}, modelled on one {modelled['target']} core, never run: {_times(modelled)}",
         "int8 and narrower MLPs (neuronmm prune) are the better bargains here: this small model "
         "has inner features to spare",
@@ -92,8 +92,10 @@ def _show(document: dict[str, Any]) -> None:
 
 def _times(times: dict[str, Any]) -> str:
     """Times of a matrix, and their ratio: with its range where modelled, else of paired rounds."""
-    shown = f"dense {times['dense_ms']:.3g} ms, low rank {times['op_ms']:.3g} ms"
-    if "speedup_quartiles" not in times:
+    is_measured = "packed_op_ms" in times
+    dense, low_rank = (f"{'packed_' * is_measured}{name}_ms" for name in ("dense", "op"))
+    shown = f"dense {times[dense]:.3g} ms, low rank {times[low_rank]:.3g} ms"
+    if not is_measured:
         return f"{shown}: {as_range(times['speedup'])}"
-    low, middle, high = times["speedup_quartiles"]
+    low, middle, high = times["packed_speedup_quartiles"]
     return f"{shown}; round by round {middle:.2f}x, half of the rounds {low:.2f} to {high:.2f}x"

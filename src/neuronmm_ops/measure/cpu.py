@@ -70,8 +70,8 @@ def run(
         `threads`, `dense_ms`, `two_gemm_ms`, `op_ms` (medians), `speedup` (dense to op, median of
         paired rounds), `speedup_quartiles` (of them, three numbers), `ideal_speedup` (dense
         parameters to low-rank ones: the ratio of bytes, and of operations), `packed_dense_ms`,
-        `packed_op_ms` and `packed_speedup` (`pack_`'s dense layer to the op, paired; None with
-        gradients, which it has none of), `storage`, `stored_ms`
+        `packed_op_ms`, `packed_speedup` and `packed_speedup_quartiles` (the same after `pack_`;
+        None with gradients, which it has none of), `storage`, `stored_ms`
         and `stored_speedup` (op to the op on factors in one byte, paired; None where there are
         none), `gbps` (bytes of the factors over the op's time) and `gflops` (of the products of x,
         factors and gradients, recomputed ones not counted).
@@ -133,6 +133,7 @@ def measure(case: Comparison) -> dict[str, Any]:
     times = _time(case, copies_for(case.matrices * factor_bytes(K, N, r, itemsize, case.storage)))
     op_ms = times.median_ms("op")
     is_stored, is_packed = case.storage is not None, not case.backward
+    packed = ("packed_op", "packed_dense")
     return {
         "op": case.op,
         "pass": BOTH if case.backward else FORWARD,
@@ -151,7 +152,8 @@ def measure(case: Comparison) -> dict[str, Any]:
         "ideal_speedup": dense / low_rank,
         "packed_dense_ms": times.median_ms("packed_dense") if is_packed else None,
         "packed_op_ms": times.median_ms("packed_op") if is_packed else None,
-        "packed_speedup": times.speedup("packed_op", "packed_dense") if is_packed else None,
+        "packed_speedup": times.speedup(*packed) if is_packed else None,
+        "packed_speedup_quartiles": times.speedup_quartiles(*packed) if is_packed else None,
         "storage": case.storage,
         "stored_ms": times.median_ms("stored") if is_stored else None,
         "stored_speedup": times.speedup("stored", "op") if is_stored else None,
