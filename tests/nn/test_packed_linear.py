@@ -146,6 +146,11 @@ def test_hooks_stay_and_the_rest_is_refused(layer):
         model.state_dict()
     with pytest.raises(ValueError, match="load them before pack_"):
         model.load_state_dict(nn.Sequential(layer).state_dict())
+    for wrong in (x.float(), x[:, 1:], torch.tensor(1.0, dtype=BF16)):
+        with pytest.raises(
+            ValueError, match=r"^a packed layer takes x \[\.\.\., 200\] in torch.bfl"
+        ):
+            model(wrong)
     with nm.use_impl("simulated"), pytest.raises(RuntimeError, match="not simulated"):
         model(x)
     with pytest.raises(RuntimeError, match=r"derivative|autograd"):

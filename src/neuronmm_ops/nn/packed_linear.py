@@ -46,7 +46,12 @@ class PackedLinear(nn.Module):
         self._products = tuple(products)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x `[..., K]` to `[..., N]`."""
+        """Map x `[..., K]` to `[..., N]`; ValueError where x is of another dtype or size."""
+        if x.dtype is not self.weight.dtype or x.shape[-1:] != (self.in_features,):
+            raise ValueError(
+                f"a packed layer takes x [..., {self.in_features}] in {self.weight.dtype}, got "
+                f"{list(x.shape)} in {x.dtype}; cast it, or pack no model that runs in autocast"
+            )
         if active_impl() == "simulated":
             raise RuntimeError(
                 "a packed layer runs on this CPU alone, not simulated; load the model anew, "
