@@ -20,6 +20,7 @@ from neuronmm_ops.hf.computing import AUTO, computing_in, dtype_of, load_on
 from neuronmm_ops.hf.drafts import RECORD
 from neuronmm_ops.hf.loading import load, load_tokenizer
 from neuronmm_ops.hf.provenance import CalibrationSource, ModelSource
+from neuronmm_ops.hf.quantize import quantize
 from neuronmm_ops.hf.saving import save
 from neuronmm_ops.hf.text import read_text
 from neuronmm_ops.hf.train import train_factors
@@ -34,7 +35,7 @@ from neuronmm_ops.recover.state import StateFile
 
 RATIOS = (0.3, 0.5, 0.7)
 STORAGES = ("int8", "fp8", "int4")
-"""Tried for the fastest draft in the model's dtype."""
+"""To which the fastest draft in the model's dtype is rounded."""
 TARGETS = "all-linear"
 PRUNE_SHARE = 0.75
 """Of what is removed, where the model's MLPs allow it: more tokens are accepted than of pairs."""
@@ -122,6 +123,12 @@ class Maker:
             state.remove()
         save(loaded, folder, report, self.tokenizer)
 
+    def round(self, made: Path, storage: str, folder: Path) -> None:
+        """Write a candidate that was made with its matrices in a storage."""
+        text = self.tokenizer.decode(self.ids)  # not of what is held out
+        taken: dict[str, Any] = {"samples": SAMPLES, "seqlen": self._seqlen}
+        quantize(made, storage, text, folder, **taken, progress=self.progress)
+
     def keep(self, folder: Path, record: Mapping[str, Any], output: Path, force: bool) -> None:
         """Write a candidate that was made to the output, with its record."""
         loaded = load(folder)
@@ -152,7 +159,6 @@ def _config(model: PreTrainedModel, candidate: DraftConfig) -> SVDConfig:
         ratio=candidate.ratio,
         block=min(128, max(STEP, 1 << least.bit_length() - 1)),
         targets=TARGETS,
-        storage=candidate.storage,
     )
     narrower = shares(model, config, {}, (PRUNE_SHARE,))
     return narrower[0] if narrower else config

@@ -44,7 +44,7 @@ def draft(
     """Write the compression of a model that drafts for it fastest, if one pays.
 
     Candidates have all Linears compressed at `RATIOS`, `PRUNE_SHARE` of that by narrower MLPs where
-    they may be, and all, half or a quarter of the layers; the fastest of them is then tried in
+    they may be, and all, half or a quarter of the layers; the fastest of them is then rounded to
     `STORAGES`. Each is weighed by the expected tokens per second of the pair, by the draft's greedy
     acceptance and the time of the passes.
 
@@ -84,11 +84,14 @@ def draft(
     contexts = continued(verifier, prompts, prompts.shape[1])
     rows: list[dict[str, Any]] = []
     with TemporaryDirectory(dir=out.resolve().parent, prefix=f".{out.name}.") as work:
-        folder, kept = Path(work) / "candidate", Path(work) / "best"
+        folder, kept, floats = (Path(work) / name for name in ("candidate", "best", "floats"))
 
         def fastest(candidates: Sequence[DraftConfig], best: dict[str, Any]) -> dict[str, Any]:
             for candidate in candidates:
-                maker.make(candidate, folder)
+                if candidate.storage is None:
+                    maker.make(candidate, folder)
+                else:
+                    maker.round(floats, candidate.storage, folder)
                 row = asdict(candidate) | _weighed(verifier, folder, contexts, ahead, target)
                 rows.append(row)
                 if progress:
@@ -104,6 +107,7 @@ def draft(
         grid = maker.grid()
         best = fastest(grid, {})
         as_fast = DraftConfig(best["layers"], best["ratio"])
+        shutil.copytree(kept, floats)
         best = fastest([replace(as_fast, storage=storage) for storage in STORAGES], best)
         document: dict[str, Any] = {"output": None, "target": target, "best": best}
         document["candidates"] = rows

@@ -95,8 +95,8 @@ def pack_(model: M) -> M:
 
     Those of Linears and compressed layers in float32, in bfloat16 where the CPU has units for it,
     and in int4 with bfloat16 activations. Floats take the memory that they took, a head tied to an
-    embedding twice that. bfloat16's results stay as they are, bit for bit, where activations lie row
-    by row; float32's are sums in another order, int4's are rounded as bfloat16's are. Other
+    embedding twice that. bfloat16's results stay as they are, bit for bit, where activations lie
+    row by row; float32's are sums in another order, int4's are rounded as bfloat16's are. Other
     compressed layers are laid out by `relayout_`. For inference: the model can no longer be
     trained, saved, cast or moved.
 
