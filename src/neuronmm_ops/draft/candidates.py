@@ -33,7 +33,7 @@ from neuronmm_ops.recover.config import RecoverConfig
 from neuronmm_ops.recover.data import hold_out
 from neuronmm_ops.recover.state import StateFile
 
-RATIOS = (0.3, 0.5, 0.7)
+RATIOS = (0.3, 0.5, 0.7, 0.85)
 STORAGES = ("int8", "fp8", "int4")
 """To which the fastest draft in the model's dtype is rounded."""
 TARGETS = "all-linear"
