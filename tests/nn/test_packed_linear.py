@@ -14,6 +14,7 @@ from neuronmm_ops.ops.backends.cpu import is_x86, multiplies_fast
 
 BF16, FP32 = torch.bfloat16, torch.float32
 UNITS = pytest.mark.skipif(not multiplies_fast(BF16), reason="bfloat16 is not packed here")
+X86 = pytest.mark.skipif(not is_x86(), reason="float32 is not packed here")
 K, N = 200, 96
 
 
@@ -59,7 +60,7 @@ def test_int4_is_rounded_as_bfloat16(layer, shape):
         assert_close(made(x), expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.skipif(not is_x86(), reason="float32 is not packed here")
+@X86
 @pytest.mark.parametrize("shape", [(K,), (1, K), (2, 3, K), (130, K), (0, K)])
 @pytest.mark.parametrize("layer", [pair(dtype=FP32), pair(bias=False, dtype=FP32), dense(FP32)])
 def test_float32_is_summed_as_exactly(shape, layer):
@@ -70,7 +71,7 @@ def test_float32_is_summed_as_exactly(shape, layer):
         assert_close_to_oracle(made(x), oracle, plain(x))
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(BF16, marks=UNITS), FP32])
+@pytest.mark.parametrize("dtype", [pytest.param(BF16, marks=UNITS), pytest.param(FP32, marks=X86)])
 def test_a_model_is_packed_with_its_tied_head(dtype):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}

@@ -48,6 +48,6 @@ def _cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _show_cpu(rows: list[dict[str, Any]]) -> None:
-    json_only = ("two_gemm_ms", "gbps", "gflops")
-    kept = [{k: v for k, v in row.items() if k not in json_only} for row in rows]
-    show_rows([{k: v for k, v in row.items() if not k.endswith("quartiles")} for row in kept])
+    quartiles = ("speedup_quartiles", "packed_speedup_quartiles")
+    json_only = ("two_gemm_ms", "gbps", "gflops", *quartiles)
+    show_rows([{k: v for k, v in row.items() if k not in json_only} for row in rows])

@@ -92,7 +92,8 @@ def select_targets(model: nn.Module, config: SVDConfig, only_text: bool = False)
     candidates = dense_linears(model)
     for name, linear in candidates.items():
         matched = [target for target in config.target_list if matches(target, name)]
-        is_named = any(target in (name, name.rpartition(".")[2]) for target in matched)
+        parent, _, leaf = name.rpartition(".")
+        is_named = any(target in (name, leaf) for target in matched)
         if (
             not matched
             or name in unread
@@ -101,7 +102,7 @@ def select_targets(model: nn.Module, config: SVDConfig, only_text: bool = False)
             continue
         if name in shared:
             kept[name] = linear, f"shares its weight with {shared[name]}"
-        elif is_read_by(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]):
+        elif is_read_by(model.get_submodule(parent), leaf):
             kept[name] = linear, "cannot be replaced: the model's code reads its weight"
         else:
             linears[name] = linear

@@ -175,8 +175,16 @@ def _takes_linear(a: Tensor, b: Tensor) -> bool:
 
 def _linear(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     wide_bias = None if bias is None else bias.float()
-    # What torch's own compiler calls; F.linear takes BLAS in float32.
-    return torch.ops.mkldnn._linear_pointwise(a, b.t().float(), wide_bias, "none", [], "")
+    return onednn_linear(a, b.t().float(), wide_bias)
+
+
+def onednn_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ w.T + bias`: x `[..., K]`, w `[N, K]` as it lies or in oneDNN's order, one dtype.
+
+    What torch's own compiler calls; `F.linear` takes BLAS in float32. It has no gradient and does
+    not say so.
+    """
+    return torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
 
 
 def _wide_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

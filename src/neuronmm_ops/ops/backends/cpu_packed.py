@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from neuronmm_ops.ops.backends.cpu import SLOW_DTYPES, is_x86
+from neuronmm_ops.ops.backends.cpu import SLOW_DTYPES, is_x86, onednn_linear
 from neuronmm_ops.storages import storage_of
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
@@ -58,18 +58,14 @@ def _of_blocks(matrix: Tensor) -> Product:
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         needs_op = torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad)
-        return (_linear if needs_op else _pointwise)(x, blocks, bias)
+        return (_linear if needs_op else onednn_linear)(x, blocks, bias)
 
     return product
 
 
-def _pointwise(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
-
-
 # torch's compiler lowers oneDNN's own op for constants alone, and that has no gradient and does not
 # say so. To enter this one takes as long as a small product, so it is left out where it can be.
-_linear = torch.library.custom_op("neuronmm::packed_linear", _pointwise, mutates_args=())
+_linear = torch.library.custom_op("neuronmm::packed_linear", onednn_linear, mutates_args=())
 
 
 @_linear.register_fake
