@@ -181,6 +181,13 @@ def turned(x):
 
 
 @nki.jit
+def marked(w, x):
+    out = nl.ndarray((w.shape[1], x.shape[1]), nl.float32, buffer=nl.shared_hbm)
+    nl.store(out, nisa.nc_matmul(nl.load(w), nl.load(x), is_transpose=True))
+    return out
+
+
+@nki.jit
 def pooled(x):
     P, H, W = x.shape
     out = nl.ndarray((P, H // 2, W // 2), x.dtype, buffer=nl.shared_hbm)
@@ -271,11 +278,13 @@ def test_what_nothing_reads_is_not_run():
 
 def test_two_engines_share_copies():
     x = whole(16, 64)
-    for target, engines in (("trn2", 2), ("trn1", 1)):
+    for target, others in (("trn2", 0), ("trn1", 4)):
         done = run("copied", x, target=target)
         equal(done.outputs, np.broadcast_to(x, (8, 16, 64)))
         busy = [use.busy_ms > 0 for use in done.profile.engines[0] if use.engine != "DMA"]
-        assert sum(busy) == engines
+        assert sum(busy) == 2
+        # before NeuronCore-v3 ScalarE copies by its identity
+        assert done.profile.opcodes.get("activation", 0) == others
 
 
 def test_a_tile_that_is_overwritten_whole_is_a_new_one():
@@ -333,6 +342,11 @@ def test_a_transpose_into_a_block_goes_through_psum():
 def test_transposes_keep_their_dtype(target, dtype):
     x = whole(24, 40, dtype=dtype)
     equal(run("transposed", x, target=target).outputs, x.T)
+
+
+def test_before_native_transposes_a_marked_matmul_sums_in_float32():
+    w, x = whole(32, 16, dtype=np.float16), whole(32, 24, dtype=np.float16)
+    equal(run("marked", w, x, target="trn1").outputs, w.astype(f32).T @ x.astype(f32))
 
 
 def test_its_compiler_adds_a_level_to_logging():

@@ -286,15 +286,14 @@ def _result(name: str, given: dict[str, Any], dtype: Any) -> Tile:
         return tile(data.shape, dtype or _common(*both))
     if name == "nc_matmul":
         a, b = given["stationary"], given["moving"]
-        dtype = a.dtype if given.get("is_transpose") else language.float32
+        dtype = a.dtype if given.get("is_transpose") and _transposes_bits() else language.float32
         return tile((prod(a.shape[1:]), *b.shape[1:]), dtype, PSUM)
     data = given.get("data", given.get("src"))
     if name == "nc_transpose" and data is not None:
         shape = prod(data.shape[1:]), data.shape[0]
         if given.get("engine") is isa.vector_engine:
             return tile(shape, data.dtype)
-        native = running.active("nisa.nc_transpose").machine.has("native_transposes")
-        return tile(shape, data.dtype if native else language.float32, PSUM)
+        return tile(shape, data.dtype if _transposes_bits() else language.float32, PSUM)
     fixed = {"bn_stats": 6, "bn_aggr": 2, "max8": 8}
     if name in fixed and data is not None:
         return tile((data.shape[0], fixed[name]), dtype or data.dtype)
@@ -305,11 +304,17 @@ def _result(name: str, given: dict[str, Any], dtype: Any) -> Tile:
     )
 
 
+def _copy(dst: NkiTensor, src: NkiTensor) -> None:
+    engine = _less_busy()
+    if engine is isa.scalar_engine and not running.active("nl.copy").machine.has("scalar_copies"):
+        isa.activation(dst, language.copy, src)
+    else:
+        isa.tensor_copy(dst, src, engine=engine)
+
+
 def _less_busy() -> Any:
     """The engine for a copy, VectorE or ScalarE: its compiler has both share them."""
     core = running.active("nisa.tensor_copy")
-    if not core.machine.has("scalar_copies"):
-        return isa.vector_engine
     busy, seen = core.state.setdefault("legacy busy", ({}, [0]))
     for template, *_ in core.trace.records[seen[0] :]:
         if (engine := template.engine) in (Engine.VECTOR, Engine.SCALAR):
@@ -348,11 +353,11 @@ def call(name: str, /, *args: Any, **kwargs: Any) -> Any:
     operands = list(given.values())
 
     def issued(dst: Tile, **options: Any) -> None:
-        if name == "tensor_copy" and "engine" not in given:
-            options["engine"] = _less_busy()
-
         def run(dst: Any, *operands: Any) -> None:
-            function(dst=dst, **dict(zip(given, operands, strict=True)), **options)
+            if name == "tensor_copy" and "engine" not in given:
+                _copy(dst, *operands)
+            else:
+                function(dst=dst, **dict(zip(given, operands, strict=True)), **options)
 
         issue(run, dst, operands, box)
 
@@ -366,3 +371,8 @@ def call(name: str, /, *args: Any, **kwargs: Any) -> Any:
 def instruction(name: str) -> Callable[..., Any]:
     """An instruction by its name."""
     return functools.partial(call, name)
+
+
+def _transposes_bits() -> bool:
+    """Say whether TensorE transposes as it is, in the operand's dtype; else it multiplies."""
+    return running.active("nisa.nc_transpose").machine.has("native_transposes")
