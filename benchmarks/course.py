@@ -1,13 +1,15 @@
-"""Kernels that students timed on devices, beside their modelled times.
+"""Kernels that others timed on devices, beside their modelled times.
 
 Stanford's CS149 has an exercise in NKI (github.com/stanford-cs149/asst4-trainium2): vectors are
 added, a matrix transposed, a convolution fused with its max-pool. Solutions are public, some with
 the times that their authors measured. Another project
-(github.com/allenkchau/trainium-kernel-fusion) has attention and MLPs with reports of theirs. All
-are in the Beta dialect and run interpreted. A measured time has the cost of a launch, `LAUNCH_US`,
-which kernels do not have here.
+(github.com/allenkchau/trainium-kernel-fusion) has attention and MLPs with reports of theirs, and a
+search for faster kernels (github.com/ucb-bar/autocomp) each step's source with its time. All are in
+the Beta dialect and run interpreted. A measured time has the cost of a launch, `LAUNCH_US`, which
+kernels do not have here.
 """
 
+import ast
 import csv
 import re
 from collections.abc import Iterator
@@ -35,6 +37,7 @@ class TimedSolution(NamedTuple):
         dtype: of all tensors.
         shapes: of the tensors that it takes.
         constant: a name that the kernel sets, and the number that was measured.
+        step: of a search, whose file has the kernels of all of them.
     """
 
     author: str
@@ -45,13 +48,22 @@ class TimedSolution(NamedTuple):
     dtype: str
     shapes: tuple[tuple[int, ...], ...]
     constant: tuple[str, int] | None = None
+    step: int | None = None
+
+    @property
+    def title(self) -> str:
+        """The kernel, or what a search makes faster."""
+        if self.step is None:
+            return self.kernel
+        return Path(self.file).stem.strip("0123456789_").removesuffix("_trace")
 
     @property
     def name(self) -> str:
-        """The kernel with what its time depends on."""
+        """The title with what the kernel's time depends on."""
         size = " x ".join(map(str, self.shapes[0]))
-        at = "" if self.constant is None else ", {} {}".format(*self.constant)
-        return f"{self.kernel}{at}, {size} {self.dtype}"
+        constant = ("step", self.step) if self.constant is None else self.constant
+        at = "" if constant[1] is None else ", {} {}".format(*constant)
+        return f"{self.title}{at}, {size} {self.dtype}"
 
 
 _CONVOLVED = (1, 256, 224, 224), (256, 256, 3, 3), (256,)
@@ -108,6 +120,27 @@ TIMED: tuple[TimedSolution, ...] = (
     }),
 )  # fmt: skip
 """None was seen before the clock was fitted."""
+_SEARCHED: dict[str, tuple[str, tuple[tuple[int, ...], ...], tuple[int, ...]]] = {
+    "2_gemm": ("bfloat16", ((8192, 4096), (8192, 8192)), (0, 1, 2, 3, 4, 5)),
+    "3_mamba": (
+        "float32",
+        ((1, 256, 2048),) * 2 + ((256, 16),) + ((1, 16, 2048),) * 2,
+        (0, 2, 3, 6),
+    ),
+    "4_attention": ("bfloat16", ((128, 4096),) * 3, (0, 1, 2, 3, 4, 5, 6, 7)),
+    "5_sd_attention": ("float32", ((4096, 64),) * 3, (0, 1, 2, 5, 6)),
+}
+"""Of a file: dtype, shapes, and the steps that run here. Others do not compile, or need copies and
+transposes that the dialect's compiler added. A convolution is left out, of which that compiler made
+one instruction of 4 to 128: `cases.published` has it, by the counts of its profiles."""
+_IMPORTS = """
+import neuronxcc.nki as nki
+import neuronxcc.nki.isa as nisa
+import neuronxcc.nki.language as nl
+import neuronxcc.nki.typing as nt
+from neuronxcc.nki.language import par_dim
+import numpy as np
+"""
 _REPORTS = "profiling/reports"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -130,6 +163,38 @@ def reported(clones: Path) -> Iterator[TimedSolution]:
             yield TimedSolution(author, "kernels/fused/mlp.py", name, "trn2", us, dtype, shapes)
 
 
+def searched(clones: Path) -> Iterator[TimedSolution]:
+    """The steps of ucb-bar/autocomp's searches, the slowest of 10 runs on a trn1.2xlarge.
+
+    At dd26a565.
+    """
+    for name, (dtype, shapes, steps) in _SEARCHED.items():
+        file = f"examples/trn-tutorial/{name}_trace.py"
+        found = list(_candidates(_text(clones, "autocomp", file)))
+        for step in steps:
+            us = 1e3 * found[step][1]
+            yield TimedSolution("autocomp", file, "test", "trn1", us, dtype, shapes, step=step)
+
+
+def _candidates(trace: str) -> Iterator[tuple[str, float]]:
+    """The code and the time in ms of each step, the first one first; nothing of it is run."""
+    (statement,) = ast.parse(trace).body
+    steps: list[dict[str, ast.expr]] = []
+    node = getattr(statement, "value", None)
+    while isinstance(node, ast.Call):
+        steps.append({each.arg: each.value for each in node.keywords if each.arg})
+        node = steps[-1]["parent"]
+    for fields in reversed(steps):
+        yield ast.literal_eval(fields["code"]), ast.literal_eval(fields["score"])
+
+
+def _text(clones: Path, author: str, file: str) -> str:
+    source = clones / author / file
+    if not source.is_file():
+        raise ValueError(f"{clones} must have a clone named {author}: no {source}")
+    return source.read_text()
+
+
 def _rows(table: Path) -> list[dict[str, str]]:
     if not table.is_file():
         raise ValueError(f"there is no {table}; clone its repository into a folder of that name")
@@ -145,7 +210,7 @@ def run(
     Args:
         clones: a folder with the clones, named by their authors. Their Python is run.
         progress: called with ("trace", done, in all).
-        cases: the kernels, instead of `TIMED` and `reported`.
+        cases: the kernels, instead of `TIMED`, `reported` and `searched`.
 
     Returns:
         A row each with the fields and the name of a case, and in us with the launch: `modelled_us`,
@@ -156,20 +221,20 @@ def run(
         ValueError: a clone lacks a file.
     """
     rows: list[dict[str, Any]] = []
-    cases = cases or (*TIMED, *reported(clones))
+    cases = cases or (*TIMED, *reported(clones), *searched(clones))
     with as_neuronxcc(), TemporaryDirectory() as folder:
         for case in cases:
-            source = clones / case.author / case.file
-            if not source.is_file():
-                raise ValueError(f"{clones} must have a clone named {case.author}: no {source}")
-            text = source.read_text()
+            text = _text(clones, case.author, case.file)
+            if case.step is not None:
+                text = _IMPORTS + list(_candidates(text))[case.step][0]
             if case.constant is not None:
                 name, size = case.constant
                 text = re.sub(rf"\b{name} = \d+", f"{name} = {size}", text)
             file = Path(folder, f"solution_{len(rows)}.py")
             file.write_text(text)
             kernel = getattr(module_of(file), case.kernel)
-            rows.append({"name": case.name} | case._asdict() | _modelled(case, kernel))
+            named = {"name": case.name, "title": case.title}
+            rows.append(named | case._asdict() | _modelled(case, kernel))
             if progress is not None:
                 progress("trace", len(rows), len(cases))
     return rows

@@ -119,8 +119,8 @@ def _course(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _show_course(rows: list[dict[str, Any]]) -> None:
     cells = [
         [
-            row["kernel"],
-            "{} {}".format(*row["constant"]) if row["constant"] else row["dtype"],
+            row["title"],
+            row["name"].rpartition(", ")[0].removeprefix(row["title"]).strip(", ") or row["dtype"],
             row["target"],
             f"{row['us']:g}",
             "{:.0f} {:.0f}".format(*row["range_us"]),

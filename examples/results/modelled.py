@@ -248,9 +248,9 @@ def _of_students() -> str:
         return ""
     found = summary(rows)
     return (
-        f" On {found['kernels']} times that students measured on trn1 and trn2, with a launch, the "
-        f"median error is {found['median_error']:.0%}, the mean {found['mean_error']:.0%} (worst "
-        f"{found['worst']:+.0%}), and {found['inside']} lie in their range."
+        f" On {found['kernels']} times that universities measured on trn1 and trn2, with a launch, "
+        f"the median error is {found['median_error']:.0%}, the mean {found['mean_error']:.0%} "
+        f"(worst {found['worst']:+.0%}), and {found['inside']} lie in their range."
     )
 
 
@@ -258,10 +258,12 @@ def course() -> str:
     """Kernels that students timed beside modelled times, all with a launch; a row for a series."""
     series: dict[str, list[Row]] = {}
     for row in document("course") or []:
-        title = f"`{row['kernel']}` {row['dtype']}, {row['target']}, {row['author']}"
+        title = f"`{row['title']}` {row['dtype']}, {row['target']}, {row['author']}"
         series.setdefault(title, []).append(row)
 
     def size(row: Row) -> str:
+        if row["step"] is not None:
+            return f"step {row['step']}"
         name = "" if row["constant"] is None else "{} {} of ".format(*row["constant"])
         return name + "x".join(map(str, row["shapes"][0]))
 

@@ -78,3 +78,22 @@ def test_reports_are_read(clones):
     assert attention.file == "kernels/fused/attention.py"
     assert (mlp.kernel, mlp.us) == ("fused_mlp_pwl", 21)
     assert mlp.shapes == ((256, 128), (256, 512), (1, 512))
+
+
+def test_steps_of_a_search_are_read_and_not_run(clones, monkeypatch):
+    folder = clones / "autocomp/examples/trn-tutorial"
+    folder.mkdir(parents=True)
+    code = KERNEL[KERNEL.index("@nki.jit") :].replace("def added", "def test")
+    first = f"C(parent=None, plan=None, code={code!r}, score=0.05)"
+    last = code.replace("ROWS = 1\n", "ROWS = 128\n")
+    trace = f"C(parent={first}, plan=exit(), code={last!r}, score=0.01)"
+    (folder / "7_added_trace.py").write_text(trace)
+    shapes = ((1024,),) * 2
+    monkeypatch.setattr(course, "_SEARCHED", {"7_added": ("float32", shapes, (0, 1))})
+    steps = tuple(course.searched(clones))
+    assert [(step.name, step.us) for step in steps] == [
+        ("added, step 0, 1024 float32", 50), ("added, step 1, 1024 float32", 10),
+    ]  # fmt: skip
+    slow, fast = course.run(clones, cases=steps)
+    assert (slow["title"], slow["step"]) == ("added", 0)
+    assert slow["modelled_us"] > 4 * fast["modelled_us"]
