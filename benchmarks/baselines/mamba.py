@@ -26,14 +26,14 @@ def mamba_v1(delta: NkiTensor, u: NkiTensor, A: NkiTensor, B: NkiTensor, C: NkiT
         for state in range(A.shape[1]):
             delta_sb = _load(delta, c)
             product_sb = _product(delta_sb, _load(u, c))
-            _add_state(sums_sb, ones_sb, delta_sb, product_sb, (A, B, C), c, state, 0, None)
+            _add_state(sums_sb, ones_sb, delta_sb, product_sb, (A, B, C), c, state)
         nisa.dma_copy(out_hbm[nl.ds(c, P), :], sums_sb)
     return out_hbm
 
 
 @jit
 def mamba_v3(delta: NkiTensor, u: NkiTensor, A: NkiTensor, B: NkiTensor, C: NkiTensor) -> NkiTensor:
-    """delta and u stay for all states; seq goes in tiles of 512. At seq = 512 it is mamba_v2."""
+    """delta and u stay for all states. At seq = 512 it is mamba_v2."""
     channels, seq = delta.shape
     out_hbm = nl.ndarray(delta.shape, dtype=delta.dtype, buffer=nl.shared_hbm)
     ones_sb = _ones(delta)
@@ -42,13 +42,7 @@ def mamba_v3(delta: NkiTensor, u: NkiTensor, A: NkiTensor, B: NkiTensor, C: NkiT
         delta_sb = _load(delta, c)
         product_sb = _product(delta_sb, _load(u, c))
         for state in range(A.shape[1]):
-            last = None
-            for s in range(0, seq, COLUMNS):
-                columns = nl.ds(s, COLUMNS)
-                last = _add_state(
-                    sums_sb[:, columns], ones_sb, delta_sb[:, columns], product_sb[:, columns],
-                    (A, B, C), c, state, s, last,
-                )  # fmt: skip
+            _add_state(sums_sb, ones_sb, delta_sb, product_sb, (A, B, C), c, state)
         nisa.dma_copy(out_hbm[nl.ds(c, P), :], sums_sb)
     return out_hbm
 
@@ -61,10 +55,30 @@ def _add_state(
     matrices: tuple[NkiTensor, NkiTensor, NkiTensor],
     channel: int,
     state: int,
+) -> None:
+    """Add one state's part to the sums, in tiles of the 512 steps that a bank of PSUM holds."""
+    initial: float | NkiTensor = 0.0
+    for start in range(0, delta_sb.shape[1], COLUMNS):
+        columns = nl.ds(start, COLUMNS)
+        scan_sb = _add_steps(
+            sums_sb[:, columns], ones_sb, delta_sb[:, columns], product_sb[:, columns], initial,
+            matrices, channel, state, start,
+        )  # fmt: skip
+        initial = scan_sb[:, nl.ds(COLUMNS - 1, 1)]
+
+
+def _add_steps(
+    sums_sb: NkiTensor,
+    ones_sb: NkiTensor,
+    delta_sb: NkiTensor,
+    product_sb: NkiTensor,
+    initial: float | NkiTensor,
+    matrices: tuple[NkiTensor, NkiTensor, NkiTensor],
+    channel: int,
+    state: int,
     start: int,
-    last: NkiTensor | None,
 ) -> NkiTensor:
-    """Add one state's part of 512 steps to the sums; returns the scan's last column."""
+    """The same of 512 steps; returns the scan."""
     A, B, C = matrices
     a_sb = nl.ndarray((P, 1), dtype=A.dtype)
     nisa.dma_copy(a_sb, A[nl.ds(channel, P), nl.ds(state, 1)])
@@ -73,12 +87,11 @@ def _add_state(
     input_sb = _tile(delta_sb)
     nisa.tensor_tensor(input_sb, product_sb, _row(B, ones_sb, state, start), nl.multiply)
     scan_sb = _tile(delta_sb)
-    initial = 0.0 if last is None else last
     nisa.tensor_tensor_scan(scan_sb, decay_sb, input_sb, initial, nl.multiply, nl.add)
     output_sb = _tile(delta_sb)
     nisa.tensor_tensor(output_sb, scan_sb, _row(C, ones_sb, state, start), nl.multiply)
     nisa.tensor_tensor(sums_sb, sums_sb, output_sb, nl.add)
-    return scan_sb[:, nl.ds(COLUMNS - 1, 1)]
+    return scan_sb
 
 
 def _row(source: NkiTensor, ones_sb: NkiTensor, state: int, start: int) -> NkiTensor:

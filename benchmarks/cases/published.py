@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from benchmarks.baselines import mamba, matmul, profiles
+from benchmarks.baselines import convolution, mamba, matmul, profiles
 from benchmarks.cases import figure1
 from neuroncore import Kernel, TensorSpec
 from neuroncore.calibration import profiled
@@ -25,6 +25,9 @@ DMA = "AWS DMA overview, SDK 2.32"
 PERFORMANCE = "AWS performance guide, SDK 2.32"
 MAMBA = "AWS Mamba tutorial, SDK 2.20"
 QUERYING = "aws-neuron/neuron-agentic-development, neuron-nki-profile-querying"
+SEARCHED = "ucb-bar/autocomp, dd26a565"
+CONVOLVED = "UC Berkeley, How to speed up 1D convolution on Trainium by 17x, 2025-11-17"
+RESHAPED = "dinghongsong, awslabs/nki-autotune, issue 25"
 
 Measure = Literal["time", "transfer", "trigger to done", "instruction", "interval", "active", "MFU"]
 Group = Literal["fitted", "predicted", "held out"]
@@ -70,7 +73,7 @@ class Evidence:
 def cases() -> list[Evidence]:
     """All published figures."""
     known = [*_matmuls(), *_neuronmm(), *_mamba(), *_profiles(), *_throughput(), *_guide()]
-    return [*known, *_held_out()]
+    return [*known, *_held_out(), *_remeasured(), *_convolutions()]
 
 
 def _group(fitted: bool) -> Group:
@@ -258,4 +261,47 @@ def _held_out() -> list[Evidence]:
         )
         for each in PUBLISHED
         for engine, ms in each.published_ms.items()
+    ]  # fmt: skip
+
+
+def _remeasured() -> list[Evidence]:
+    """Kernels of AWS's tutorials at other sizes, by others than AWS."""
+    scans = (("v1", mamba.mamba_v1, 0.636), ("v2", mamba.mamba_v3, 0.539))
+    products = {  # M, K, N; the one at which the tutorial measured is above
+        (4096, 4096, 4096): 2.694, (4096, 4096, 8192): 3.538, (4096, 8192, 4096): 3.539,
+        (8192, 4096, 4096): 3.876, (8192, 4096, 8192): 7.516, (8192, 8192, 4096): 7.476,
+        (8192, 8192, 8192): 14.72,
+    }  # fmt: skip
+    return [
+        *(
+            Evidence(
+                f"Mamba {version}, 256 channels, 2048 steps", "Mamba, remeasured", "trn1", kernel,
+                _scan(256, 2048), SEARCHED, ms, group="held out",
+            )
+            for version, kernel, ms in scans
+        ),
+        *(
+            Evidence(
+                f"matmul, blocked M,N,K [{M},{K}]@[{K},{N}] bf16", "tutorial's matmul, other sizes",
+                "trn1", matmul.tutorial_blocked_k, (_matrix(K, M), _matrix(K, N)), RESHAPED, ms,
+                group="held out",
+            )
+            for (M, K, N), ms in products.items()
+        ),
+    ]  # fmt: skip
+
+
+def _convolutions() -> list[Evidence]:
+    """Two steps of a search, by the instructions that their profiles counted and timed."""
+    x, w = TensorSpec((8, 512, 2048), float32), _matrix(512, 3, float32)
+    steps = (((1, 4), 4.955, 3.84 + 1.03), ((128, 128), 0.461, 0.2 + 0.2))
+    return [
+        Evidence(
+            f"convolution, {8 * 4 * 2048 // blocks[0]} products"
+            + (f": {engine} active" if engine else ""),
+            "depthwise convolution", "trn1", convolution.depthwise, (x, w, *blocks), CONVOLVED, ms,
+            measure="active" if engine else "time", engine=engine, group="held out",
+        )
+        for blocks, time, active in steps
+        for engine, ms in ((None, time), ("VectorE", active))
     ]  # fmt: skip
