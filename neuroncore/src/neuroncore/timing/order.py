@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from neuroncore.hardware import Engine, Machine
 from neuroncore.memory import liveness
@@ -25,20 +25,32 @@ def order_to_fit(trace: Trace, machine: Machine) -> None:
     """
     if trace.loops:
         return
-    memories = (MemoryRegion.sbuf, MemoryRegion.psum)
-    placed = [s for s in trace.storages if s.address is not None and s.first >= 0]
-    covered = {m: liveness.covered([s for s in placed if s.memory is m]) for m in memories}
-    waits = waits_of(trace, _resources(placed))
+    waits = waits_of(trace, shared_bytes(trace))
     for room_of in (liveness.room_of, liveness.limit_of):
-        room = {m: room_of(m, machine) - covered[m] for m in memories}
-        order = _fitting(trace, room, waits)
+        order = _fitting(trace, room_in(trace, machine, room_of), waits)
         if order is not None:
-            _reorder(trace, order)
+            in_order(trace, order)
             return
 
 
-def _resources(placed: list[Storage]) -> dict[Storage, int]:
+def room_in(
+    trace: Trace, machine: Machine, room_of: Callable[[MemoryRegion, Machine], int]
+) -> dict[MemoryRegion, int]:
+    """What of SBUF and PSUM is left for tensors without an address."""
+    room: dict[MemoryRegion, int] = {}
+    for memory in (MemoryRegion.sbuf, MemoryRegion.psum):
+        placed = [s for s in _placed(trace) if s.memory is memory]
+        room[memory] = room_of(memory, machine) - liveness.covered(placed)
+    return room
+
+
+def _placed(trace: Trace) -> list[Storage]:
+    return [s for s in trace.storages if s.address is not None and s.first >= 0]
+
+
+def shared_bytes(trace: Trace) -> dict[Storage, int]:
     """A number for each tensor with an address, the same for those that share bytes."""
+    placed = _placed(trace)
     numbers: dict[Storage, int] = {}
     number, end, memory = 0, 0, None
     for s in sorted(placed, key=lambda s: (s.memory.value, s.address[1] if s.address else 0)):
@@ -104,7 +116,7 @@ def _fitting(
         i = heapq.heappop(ready)
         mine = {s for s in trace.records[i][1] if s in uses}
         fresh = [s for s in mine if uses[s] == total[s]]
-        if not _take(room, fresh):
+        if not take(room, fresh):
             full.append(i)
             continue
         order.append(i)
@@ -124,7 +136,7 @@ def _fitting(
     return order if len(order) == len(waits) else None
 
 
-def _take(room: dict[MemoryRegion, int], fresh: Iterable[Storage]) -> bool:
+def take(room: dict[MemoryRegion, int], fresh: Iterable[Storage]) -> bool:
     """Take room for all of the tensors, or for none."""
     taken: list[Storage] = []
     for s in fresh:
@@ -137,7 +149,7 @@ def _take(room: dict[MemoryRegion, int], fresh: Iterable[Storage]) -> bool:
     return False
 
 
-def _reorder(trace: Trace, order: list[int]) -> None:
+def in_order(trace: Trace, order: list[int]) -> None:
     """Renumber a trace's instructions, and what names them."""
     number = {old: new for new, old in enumerate(order)}
     trace.records[:] = [trace.records[old] for old in order]

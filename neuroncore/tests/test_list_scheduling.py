@@ -1,0 +1,125 @@
+"""The order that list scheduling gives instructions: what it may change, and what it gains."""
+
+from draws import pick
+from hypothesis import given
+from hypothesis import strategies as st
+from profiled import profile_of, psum, tile
+
+import neuroncore as nc
+import neuroncore.isa as nisa
+import neuroncore.language as nl
+from neuroncore.hardware import PSUM_BANKS, TRN2
+from neuroncore.memory import liveness
+from neuroncore.memory.storage import MemoryRegion
+from neuroncore.timing.list_scheduling import list_scheduled
+
+ENGINES = [nisa.vector_engine, nisa.scalar_engine]
+
+
+def chains(x, count, steps):
+    """Chains of activations of [128, 1], one after the other: each waits for the one before."""
+    for _ in range(count):
+        a = tile(x, 1)
+        nisa.memset(a, 1.0)
+        for _ in range(steps):
+            nisa.activation(a, nl.copy, a)
+
+
+def gain(profile):
+    found = {entry.resource: entry.time_ms for entry in profile.what_if}
+    return found.get("instruction order")
+
+
+def test_chains_that_wait_are_interleaved():
+    one, four = (profile_of(lambda x, n=n: chains(x, n, 20), (128, 1)) for n in (1, 4))
+    assert four.time_ms > 3.5 * one.time_ms
+    assert gain(four) < 1.5 * one.time_ms
+    assert gain(one) is None
+    assert "instruction order" in four.what_would_help
+    assert four.time_ms > 3.5 * one.time_ms  # the profile is as it was
+
+
+def test_a_long_way_to_the_end_comes_first():
+    def late(x):
+        for _ in range(8):  # nothing waits for them
+            a = tile(x)
+            nisa.memset(a, 1.0, engine=nisa.vector_engine)
+        chains(x, 1, 40)
+
+    profile = profile_of(late, (128, 1))
+    (core,) = profile.schedule.cores
+    ahead = sum(core.end[i] - core.start[i] for i in range(8)) / 1e6
+    assert gain(profile) < profile.time_ms - 0.7 * ahead
+
+
+def test_loops_of_the_device_keep_their_order():
+    def loop(x):
+        nl.fori_loop(0, 4, lambda i: chains(x, 4, 4))
+
+    assert gain(profile_of(loop, (128, 1))) is None
+
+
+def test_banks_are_not_overbooked():
+    def sums(x, w):
+        a, b = tile(x, 128), tile(w)
+        nisa.dma_copy(a, x)
+        nisa.dma_copy(b, w)
+        for _ in range(3 * PSUM_BANKS):
+            total, out = psum(), tile(x)
+            nisa.nc_matmul(total, a, b)
+            nisa.tensor_copy(out, total)
+            for _ in range(4):
+                nisa.activation(out, nl.copy, out)
+
+    (core,) = profile_of(sums, (128, 128), (128, 512)).schedule.cores
+    ordered = list_scheduled(core.trace, TRN2)
+    assert liveness.peak(ordered, MemoryRegion.psum, TRN2).used <= PSUM_BANKS
+    assert [t for t, *_ in ordered.records] != [t for t, *_ in core.trace.records]
+
+
+@given(st.data())
+def test_what_touches_what_another_writes_stays_behind_it(data):
+    places = st.integers(0, 3)
+    steps = data.draw(st.lists(st.tuples(places, places, pick(ENGINES)), min_size=2, max_size=30))
+
+    def program(x):
+        tiles = [tile(x, 64) for _ in range(3)]
+        tiles.append(nl.ndarray((128, 64), x.dtype, address=(0, 0)))
+        for i, t in enumerate(tiles):
+            nisa.memset(t, 0.0, name=f"fill {i}")
+        for i, (to, of, engine) in enumerate(steps):
+            if i == len(steps) // 2:  # half of it where the last one was
+                tiles[3] = nl.ndarray((128, 64), x.dtype, address=(0, 64))
+                nisa.memset(tiles[3], 0.0, name="fill 4")
+            nisa.tensor_scalar(tiles[to], tiles[of], nl.add, 1.0, engine=engine, name=f"step {i}")
+
+    (core,) = profile_of(program, (128, 64)).schedule.cores
+    before = core.trace
+    first = [(s.first, s.last) for s in before.storages]
+    after = list_scheduled(before, TRN2)
+    assert [(s.first, s.last) for s in before.storages] == first
+    half = len(steps) // 2
+    touched = [({i}, set()) for i in range(4)] + [({to}, {of}) for to, of, _ in steps]
+    touched.insert(4 + half, ({3}, set()))
+    assert sorted(n for (n,) in after.names.values()) == list(range(len(touched)))
+    place = {number: after.names[name][0] for name, (number,) in before.names.items()}
+    for j, (writes, reads) in enumerate(touched):
+        for i, (written, read) in enumerate(touched[:j]):
+            if written & (writes | reads) or read & writes:
+                assert place[i] < place[j]
+
+
+def test_cores_meet_in_the_same_order():
+    def meeting(x):
+        core = nl.program_id(0)
+        for i in range(3):
+            chains(x, 2, 6)
+            mine, theirs = tile(x, 8), tile(x, 8)
+            nisa.memset(mine, float(i))
+            nisa.sendrecv(mine, theirs, 1 - core, 1 - core, 0)
+
+    profile = profile_of(nc.jit(meeting)[2], (128, 1))
+    assert gain(profile) < profile.time_ms
+    for core in profile.schedule.cores:
+        ordered = list_scheduled(core.trace, TRN2)
+        assert list(ordered.barriers.values()) == list(core.trace.barriers.values())
