@@ -120,15 +120,16 @@ def _show_course(rows: list[dict[str, Any]]) -> None:
     cells = [
         [
             row["title"],
-            row["name"].rpartition(", ")[0].removeprefix(row["title"]).strip(", ") or row["dtype"],
+            row["at"] or row["dtype"],
             row["target"],
             f"{row['us']:g}",
             "{:.0f} {:.0f}".format(*row["range_us"]),
             f"{row['error']:+.0%}",
+            "" if row["reordered_us"] is None else f"{row['reordered_us']:.0f}",
         ]
         for row in rows
     ]
-    columns = ["kernel", "of", "target", "us", "range", "error"]
+    columns = ["kernel", "of", "target", "us", "range", "error", "reordered"]
     show_table(columns, cells, left=["kernel", "of", "target"])
 
 

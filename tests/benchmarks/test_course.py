@@ -44,16 +44,54 @@ def test_a_solution_is_traced_with_its_constant_and_a_launch(clones):
     assert LAUNCH_US.middle < few["modelled_us"] < many["modelled_us"] / 4
     low, high = few["range_us"]
     assert LAUNCH_US.low < low < few["modelled_us"] < high
+    assert few["reordered_us"] is None  # its DMAs wait for queues
     assert few["error"] == pytest.approx(few["modelled_us"] / 100 - 1)
     assert many["assumed_us"]["dma-queues"] > many["modelled_us"] > many["assumed_us"]["dma"]
 
 
+FUSED = """
+import nki
+import nki.isa as nisa
+import nki.language as nl
+from nkilib.core.utils.tensor_view import TensorView
+
+
+@nki.jit
+def twice(x, scales):
+    for core in range(nl.num_programs(0) * 8):
+        a = nl.ndarray((128, 1), x.dtype)
+        nisa.memset(a, 1.0)
+        for _ in range(8):
+            nisa.activation(a, nl.copy, a)
+    return x
+"""
+
+
+def test_a_kernel_of_todays_nki_with_nki_library_on_two_cores(clones):
+    folder = clones / "nki-library/src/nkilib_src/nkilib/core/utils"
+    folder.mkdir(parents=True)
+    (folder / "tensor_view.py").write_text("TensorView = None")
+    kernels = clones / "KevGomes1403/kernels/attn_tkg/agents"
+    kernels.mkdir(parents=True)
+    (kernels / "v1.py").write_text(FUSED)
+    fused = course.TimedSolution(
+        "KevGomes1403", "kernels/attn_tkg/agents/v1.py", "", "trn3", 50.0, "bfloat16",
+        ((128, 1), (1, 1)), lnc=2, others=((1, "float32"),),
+    )  # fmt: skip
+    (row,) = course.run(clones, cases=(fused,))
+    assert row["name"] == "attn_tkg, v1, 2 cores, 128 x 1 bfloat16"
+    assert row["reordered_us"] < row["modelled_us"]
+
+
 def test_the_summary():
     rows = [
-        {"error": error, "us": us, "range_us": [1.0, 2.0]}
-        for error, us in ((0.1, 1.5), (-0.3, 2.5), (0.2, 1.0))
-    ]
-    expected = {"kernels": 3, "mean_error": 0.2, "median_error": 0.2, "worst": -0.3, "inside": 2}
+        {"error": error, "us": us, "range_us": [1.0, 2.0], "reordered_us": reordered}
+        for error, us, reordered in (
+            (0.1, 1.5, 0.5), (-0.3, 2.5, 0.5), (0.2, 1.0, None), (0.2, 0.8, 0.7), (0.2, 0.6, 0.7),
+        )
+    ]  # fmt: skip
+    expected = {"kernels": 5, "mean_error": 0.2, "median_error": 0.2, "worst": -0.3}
+    expected |= {"inside": 2, "reordered": 3}
     assert course.summary(rows) == pytest.approx(expected)
 
 
