@@ -272,19 +272,19 @@ def _remeasured() -> list[Evidence]:
         (8192, 4096, 4096): 3.876, (8192, 4096, 8192): 7.516, (8192, 8192, 4096): 7.476,
         (8192, 8192, 8192): 14.72,
     }  # fmt: skip
+    mamba_fact, matmul_fact = "Mamba, 256 channels, 2048 steps", "tutorial's matmul, other sizes"
     return [
         *(
             Evidence(
-                f"Mamba {version}, 256 channels, 2048 steps", "Mamba, remeasured", "trn1", kernel,
-                _scan(256, 2048), SEARCHED, ms, group="held out",
+                f"{mamba_fact} {version}", mamba_fact, "trn1", kernel, _scan(256, 2048), SEARCHED,
+                ms, group="held out",
             )
             for version, kernel, ms in scans
         ),
         *(
             Evidence(
-                f"matmul, blocked M,N,K [{M},{K}]@[{K},{N}] bf16", "tutorial's matmul, other sizes",
-                "trn1", matmul.tutorial_blocked_k, (_matrix(K, M), _matrix(K, N)), RESHAPED, ms,
-                group="held out",
+                f"{matmul_fact} {M}x{K}x{N}", matmul_fact, "trn1", matmul.tutorial_blocked_k,
+                (_matrix(K, M), _matrix(K, N)), RESHAPED, ms, group="held out",
             )
             for (M, K, N), ms in products.items()
         ),
@@ -294,12 +294,13 @@ def _remeasured() -> list[Evidence]:
 def _convolutions() -> list[Evidence]:
     """Two steps of a search, by the instructions that their profiles counted and timed."""
     x, w = TensorSpec((8, 512, 2048), float32), _matrix(512, 3, float32)
+    fact = "depthwise convolution"
     steps = (((1, 4), 4.955, 3.84 + 1.03), ((128, 128), 0.461, 0.2 + 0.2))
     return [
         Evidence(
-            f"convolution, {8 * 4 * 2048 // blocks[0]} products"
+            f"{fact} {8 * 4 * 2048 // blocks[0]} products"
             + (f": {engine} active" if engine else ""),
-            "depthwise convolution", "trn1", convolution.depthwise, (x, w, *blocks), CONVOLVED, ms,
+            fact, "trn1", convolution.depthwise, (x, w, *blocks), CONVOLVED, ms,
             measure="active" if engine else "time", engine=engine, group="held out",
         )
         for blocks, time, active in steps

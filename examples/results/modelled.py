@@ -192,9 +192,16 @@ def published() -> str:
         ],
     )
     compared = [row for row in rows if row["error"] is not None]
+    held_out: dict[tuple[str, str], list[Row]] = {}
+    for row in compared:
+        if row["group"] == "held out":
+            held_out.setdefault((row["fact"], row["target"]), []).append(row)
     held = table(
-        ["held out, trn2", "published", "modelled", *models],
-        [_published_row(row) for row in compared if row["group"] == "held out"],
+        ["held out", "of", "published", "modelled", "range", *models],
+        [
+            [f"{fact} ({target})", *map("<br>".join, zip(*map(_published_row, found), strict=True))]
+            for (fact, target), found in held_out.items()
+        ],
     )
     known = dict.fromkeys(
         (row["fact"], row["target"], row["group"]) for row in compared if row["group"] != "held out"
@@ -223,8 +230,8 @@ def held_out() -> str:
         f"{score.mean:.0%} (worst {score.worst:+.0%}) under `{score.model}`" for score in found
     )
     return (
-        f"On {found[0].figures} times that AWS published of {found[0].facts} kernels and their "
-        f"engines, and that no constant was fitted to, the mean error is {ends}. Of the "
+        f"On {found[0].figures} published times of {found[0].facts} kernels and their "
+        f"engines, which no constant was fitted to, the mean error is {ends}. Of the "
         f"{len(whole)} times of whole kernels {len(inside)} lie in the range of all that is not "
         f"known.{_of_others()}"
     )
@@ -275,21 +282,17 @@ def course() -> str:
         return "<br>".join(map(cell, rows))
 
     return table(
-        ["kernel, by", "of", "us", "modelled (range)", "error", "reordered", "in range"],
+        ["kernel, by", "of", "us", "modelled", "range", "error", "reordered", "in range"],
         [
             [
                 title,
                 listed(rows, size),
                 listed(rows, lambda row: f"{row['us']:,g}"),
-                listed(
-                    rows,
-                    lambda row: "{:,.0f} ({:,.0f}-{:,.0f})".format(
-                        row["modelled_us"], *row["range_us"]
-                    ),
-                ),
+                listed(rows, lambda row: f"{row['modelled_us']:,.0f}"),
+                listed(rows, lambda row: "{:,.0f}-{:,.0f}".format(*row["range_us"])),
                 listed(rows, lambda row: f"{row['error']:+.0%}"),
                 listed(rows, reordered) if any(map(reordered, rows)) else "",
-                f"{sum(map(inside, rows))} of {len(rows)}",
+                f"{sum(map(inside, rows))}/{len(rows)}",
             ]
             for title, rows in series.items()
         ],
@@ -392,15 +395,16 @@ def _between(values: list[float], unit: str = "") -> str:
 
 
 def _published_row(row: Row) -> list[str]:
+    """A figure of a fact: which, its values and the errors."""
+    which = row["name"].removeprefix(row["fact"]).removeprefix(" bf16").strip(": ") or "time"
     of, by = (row[f"{kind}_ms"] for kind in ("published", "modelled"))
     ends = [f"{row['errors'][model]:+.1%}" for model in DMA_MODELS]
     if row["published_share"] is not None:
         values = [f"{row[f'{kind}_share']:.1%}" for kind in ("published", "modelled")]
     else:
         values = [f"{ms * 1e3:.3g} us" if of < 0.1 else f"{ms:.4g}" for ms in (of, by)]
-    if row["range_ms"]:
-        values[1] += f" ({span(*row['range_ms'], unit='')})"
-    return [row["name"], *values, *ends]
+    ends.insert(0, span(*row["range_ms"], unit="") if row["range_ms"] else "")
+    return [which, *values, *ends]
 
 
 def _components() -> list[str]:
