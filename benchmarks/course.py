@@ -84,7 +84,8 @@ class TimedSolution(NamedTuple):
         if self.step is not None:
             return f"step {self.step}"
         if self.author == _FUSED:
-            return Path(self.file).stem + (f", {self.lnc} cores" if self.lnc > 1 else "")
+            version = Path(self.file).stem.removeprefix("kernel_")
+            return version + (f", {self.lnc} cores" if self.lnc > 1 else "")
         return ""
 
 

@@ -125,11 +125,10 @@ def _show_course(rows: list[dict[str, Any]]) -> None:
             f"{row['us']:g}",
             "{:.0f} {:.0f}".format(*row["range_us"]),
             f"{row['error']:+.0%}",
-            "" if row["reordered_us"] is None else f"{row['reordered_us']:.0f}",
         ]
         for row in rows
     ]
-    columns = ["kernel", "of", "target", "us", "range", "error", "reordered"]
+    columns = ["kernel", "of", "target", "us", "range", "error"]
     show_table(columns, cells, left=["kernel", "of", "target"])
 
 

@@ -257,8 +257,8 @@ def _of_students() -> str:
     return (
         f" On {found['kernels']} times that others measured on trn1, trn2 and trn3, with a launch, "
         f"the median error is {found['median_error']:.0%}, the mean {found['mean_error']:.0%} "
-        f"(worst {found['worst']:+.0%}), and {found['inside']} lie in their range; "
-        f"{found['reordered']} do if the compiler may order instructions as list scheduling does."
+        f"(worst {found['worst']:+.0%}), and {found['inside']} lie in their range, "
+        f"{found['reordered']} with list scheduling's order."
     )
 
 
