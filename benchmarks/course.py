@@ -107,35 +107,36 @@ def _added(author: str, target: str, times: dict[tuple[str, int, int], float]) -
 
 _HIDDEN, _HEADS, _HEAD, _CACHE = 2048, 8 * 128, 128, (1, 1, 640, 128)
 _EXPERTS, _INNER = 128, 192
-_OPERANDS: dict[str, tuple[str, str, Any, Any]] = {
+_OPERANDS: dict[str, tuple[str, Any, Any]] = {
     # hidden, q, k, v, output, two norms, the caches, cos, sin, position
     "attn_tkg/agents": (
-        "", "bfloat16",
+        "",
         ((1, 1, _HIDDEN), (_HEADS, _HIDDEN), (_HEAD, _HIDDEN), (_HEAD, _HIDDEN), (_HEADS, _HIDDEN),
          (_HEAD,), (_HEAD,), _CACHE, _CACHE, (1, _HEAD), (1, _HEAD), (1, 1)),
         ((11, "int32"),),
     ),
     # hidden, norm, router, gate and up, its scales, down, its scales
     "moe_fused_tkg/quantized": (
-        "qwen3_moe_fused_tkg", "bfloat16",
+        "qwen3_moe_fused_tkg",
         ((1, 1, _HIDDEN), (1, _HIDDEN), (_HIDDEN, _EXPERTS), (_EXPERTS, _HIDDEN, 2 * _INNER),
          (_EXPERTS, 2 * _INNER), (_EXPERTS, _INNER, _HIDDEN), (_EXPERTS, _HIDDEN)),
         ((3, "int8"), (4, "float32"), (5, "int8"), (6, "float32")),
     ),
     "moe_fused_tkg/versions": (
-        "qwen3_moe_fused_tkg", "bfloat16",
+        "qwen3_moe_fused_tkg",
         ((1, 1, _HIDDEN), (1, _HIDDEN), (_HIDDEN, _EXPERTS), (_EXPERTS, _HIDDEN, 2 * _INNER),
          (_EXPERTS, _INNER, _HIDDEN)),
         (),
     ),
 }  # fmt: skip
+"""Of a folder: the kernel, "" for the file's last one, shapes, and which are not in bfloat16."""
 
 
 def _fused(folder: str, target: str, lnc: int, times: dict[str, float]) -> tuple[Any, ...]:
-    kernel, dtype, shapes, others = _OPERANDS[folder]
+    kernel, shapes, others = _OPERANDS[folder]
     return tuple(
         TimedSolution(
-            _FUSED, f"kernels/{folder}/{name}.py", kernel, target, us, dtype, shapes, lnc=lnc,
+            _FUSED, f"kernels/{folder}/{name}.py", kernel, target, us, "bfloat16", shapes, lnc=lnc,
             others=others,
         )
         for name, us in times.items()
