@@ -110,7 +110,8 @@ class _Listing:
         # by the time that its data are there, by the way that is left, and those that do not fit
         coming: dict[Engine, list[tuple[float, int]]] = {engine: [] for engine in Engine}
         ready: dict[Engine, list[tuple[float, int]]] = {engine: [] for engine in Engine}
-        full: list[int] = []
+        full: list[tuple[float, int]] = []
+        freed = False
         for i, count in enumerate(self.left):
             if not count:
                 coming[self._engine(i)].append((0.0, i))
@@ -122,21 +123,28 @@ class _Listing:
                 if ready[e] or coming[e]
             ]
             if not starts:
-                return None
+                if not freed:
+                    return None
+                for way, j in full:
+                    heapq.heappush(ready[self._engine(j)], (way, j))
+                full.clear()
+                freed = False
+                continue
             start, engine = min(starts)
             while coming[engine] and coming[engine][0][0] <= start:
                 i = heapq.heappop(coming[engine])[1]
                 heapq.heappush(ready[engine], (-self.way[i], i))
             i = heapq.heappop(ready[engine])[1]
             if not self._fits(i):
-                full.append(i)
+                heapq.heappush(full, (-self.way[i], i))
                 continue
             order.append(i)
             free[engine] = start + self.costs[i][0]
             if self._release(i):
-                for j in full:
-                    heapq.heappush(ready[self._engine(j)], (-self.way[j], j))
-                full.clear()
+                freed = True
+                if full:  # all of them each time would take their number squared
+                    way, j = heapq.heappop(full)
+                    heapq.heappush(ready[self._engine(j)], (way, j))
             for j in self.then[i]:
                 self.seen[j] = max(self.seen[j], start + self.costs[i][1])
                 self.left[j] -= 1
