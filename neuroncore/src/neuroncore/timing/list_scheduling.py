@@ -13,16 +13,16 @@ from dataclasses import replace
 
 from neuroncore.hardware import DMA_DONE_NS, DMA_ENGINES, DMA_START_NS, Engine, Machine
 from neuroncore.memory import liveness
-from neuroncore.memory.storage import MemoryRegion, Storage
-from neuroncore.timing.order import in_order, room_in, shared_bytes, take
+from neuroncore.timing.order import Room, followers_of, in_order, shared_bytes
 from neuroncore.timing.trace import InstructionTemplate, Trace
 
 
 def list_scheduled(trace: Trace, machine: Machine) -> Trace:
     """A copy of a trace without loops, in that order; in its own, where tensors then do not fit."""
-    copies = {s: copy.copy(s) for s in trace.storages}
+    touched = {s for _, used, _, _ in trace.records for s in used}
+    copies = {s: copy.copy(s) for s in touched.union(trace.storages)}
     records = [
-        (template, tuple([copies.setdefault(s, copy.copy(s)) for s in used]), code, line)
+        (template, tuple([copies[s] for s in used]), code, line)
         for template, used, code, line in trace.records
     ]
     copied = replace(
@@ -78,10 +78,7 @@ class _Listing:
         self.trace, self.machine = trace, machine
         waits = _waits(trace)
         self.left = [len(before) for before in waits]
-        self.then: list[list[int]] = [[] for _ in waits]
-        for i, before in enumerate(waits):
-            for j in before:
-                self.then[j].append(i)
+        self.then = followers_of(waits)
         costs = {template: self._cost(template) for template, *_ in trace.records}
         self.costs = [costs[template] for template, *_ in trace.records]
         # ns from its start to the end of the kernel
@@ -90,12 +87,7 @@ class _Listing:
             rest = max([self.way[j] for j in self.then[i]], default=0.0)
             self.way[i] = self.costs[i][1] + rest
         self.seen = [0.0] * len(waits)
-        self.room = room_in(trace, machine, liveness.room_of)
-        self.uses: defaultdict[Storage, int] = defaultdict(int)
-        for _, storages, _, _ in trace.records:
-            for s in {s for s in storages if s.memory in self.room and s.address is None}:
-                self.uses[s] += 1
-        self.total = dict(self.uses)
+        self.room = Room(trace, machine, liveness.room_of)
 
     def _cost(self, template: InstructionTemplate) -> tuple[float, float]:
         """How long its engine is busy, and until others may use the result."""
@@ -135,12 +127,12 @@ class _Listing:
                 i = heapq.heappop(coming[engine])[1]
                 heapq.heappush(ready[engine], (-self.way[i], i))
             i = heapq.heappop(ready[engine])[1]
-            if not self._fits(i):
+            if not self.room.take(i):
                 heapq.heappush(full, (-self.way[i], i))
                 continue
             order.append(i)
             free[engine] = start + self.costs[i][0]
-            if self._release(i):
+            if self.room.release(i):
                 freed = True
                 if full:  # all of them each time would take their number squared
                     way, j = heapq.heappop(full)
@@ -154,20 +146,3 @@ class _Listing:
 
     def _engine(self, i: int) -> Engine:
         return self.trace.records[i][0].engine
-
-    def _mine(self, i: int) -> set[Storage]:
-        return {s for s in self.trace.records[i][1] if s in self.total}
-
-    def _fits(self, i: int) -> bool:
-        return take(self.room, [s for s in self._mine(i) if self.uses[s] == self.total[s]])
-
-    def _release(self, i: int) -> bool:
-        """Give back what it used last; say whether that was anything."""
-        freed = False
-        for s in self._mine(i):
-            self.uses[s] -= 1
-            if not self.uses[s]:
-                memory: MemoryRegion = s.memory
-                self.room[memory] += s.layout.size
-                freed = True
-        return freed

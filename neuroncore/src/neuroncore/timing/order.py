@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from neuroncore.hardware import Engine, Machine
 from neuroncore.memory import liveness
@@ -27,21 +27,52 @@ def order_to_fit(trace: Trace, machine: Machine) -> None:
         return
     waits = waits_of(trace, shared_bytes(trace))
     for room_of in (liveness.room_of, liveness.limit_of):
-        order = _fitting(trace, room_in(trace, machine, room_of), waits)
+        order = _fitting(Room(trace, machine, room_of), waits)
         if order is not None:
             in_order(trace, order)
             return
 
 
-def room_in(
-    trace: Trace, machine: Machine, room_of: Callable[[MemoryRegion, Machine], int]
-) -> dict[MemoryRegion, int]:
-    """What of SBUF and PSUM is left for tensors without an address."""
-    room: dict[MemoryRegion, int] = {}
-    for memory in (MemoryRegion.sbuf, MemoryRegion.psum):
-        placed = [s for s in _placed(trace) if s.memory is memory]
-        room[memory] = room_of(memory, machine) - liveness.covered(placed)
-    return room
+class Room:
+    """What tensors without an address take of SBUF and PSUM, and give back after their last use."""
+
+    def __init__(
+        self, trace: Trace, machine: Machine, room_of: Callable[[MemoryRegion, Machine], int]
+    ) -> None:
+        self.records = trace.records
+        self.left: dict[MemoryRegion, int] = {}
+        for memory in (MemoryRegion.sbuf, MemoryRegion.psum):
+            placed = [s for s in _placed(trace) if s.memory is memory]
+            self.left[memory] = room_of(memory, machine) - liveness.covered(placed)
+        self.uses: defaultdict[Storage, int] = defaultdict(int)
+        for _, storages, _, _ in trace.records:
+            for s in {s for s in storages if s.memory in self.left and s.address is None}:
+                self.uses[s] += 1
+        self.total = dict(self.uses)
+
+    def take(self, i: int) -> bool:
+        """Take room for all tensors that an instruction uses first, or for none."""
+        fresh = [s for s in self._of(i) if self.uses[s] == self.total[s]]
+        for s in fresh:
+            self.left[s.memory] -= s.layout.size
+        if all(value >= 0 for value in self.left.values()):
+            return True
+        for s in fresh:
+            self.left[s.memory] += s.layout.size
+        return False
+
+    def release(self, i: int) -> bool:
+        """Give back what it used last; say whether that was anything."""
+        mine = self._of(i)
+        for s in mine:
+            self.uses[s] -= 1
+        freed = [s for s in mine if not self.uses[s]]
+        for s in freed:
+            self.left[s.memory] += s.layout.size
+        return bool(freed)
+
+    def _of(self, i: int) -> set[Storage]:
+        return {s for s in self.records[i][1] if s in self.total}
 
 
 def _placed(trace: Trace) -> list[Storage]:
@@ -95,37 +126,28 @@ def _queue(record: Record) -> object:
     return template.dma.direction, storages[max(0, template.hbm_operand)]
 
 
-def _fitting(
-    trace: Trace, room: dict[MemoryRegion, int], waits: list[set[int]]
-) -> list[int] | None:
-    """Numbers of the instructions in an order that fits, the earliest in the program first."""
-    left = [len(w) for w in waits]
+def followers_of(waits: list[set[int]]) -> list[list[int]]:
+    """The instructions that wait for each."""
     then: list[list[int]] = [[] for _ in waits]
     for i, before in enumerate(waits):
         for j in before:
             then[j].append(i)
-    uses: defaultdict[Storage, int] = defaultdict(int)
-    for _, storages, _, _ in trace.records:
-        for storage in {s for s in storages if s.memory in room and s.address is None}:
-            uses[storage] += 1
-    total = dict(uses)
+    return then
+
+
+def _fitting(room: Room, waits: list[set[int]]) -> list[int] | None:
+    """Numbers of the instructions in an order that fits, the earliest in the program first."""
+    left, then = [len(w) for w in waits], followers_of(waits)
     ready = [i for i, count in enumerate(left) if not count]
     full: list[int] = []
     order: list[int] = []
     while ready:
         i = heapq.heappop(ready)
-        mine = {s for s in trace.records[i][1] if s in uses}
-        fresh = [s for s in mine if uses[s] == total[s]]
-        if not take(room, fresh):
+        if not room.take(i):
             full.append(i)
             continue
         order.append(i)
-        for s in mine:
-            uses[s] -= 1
-        freed = [s for s in mine if not uses[s]]
-        for s in freed:
-            room[s.memory] += s.layout.size
-        if freed:
+        if room.release(i):
             for j in full:
                 heapq.heappush(ready, j)
             full.clear()
@@ -134,19 +156,6 @@ def _fitting(
             if not left[j]:
                 heapq.heappush(ready, j)
     return order if len(order) == len(waits) else None
-
-
-def take(room: dict[MemoryRegion, int], fresh: Iterable[Storage]) -> bool:
-    """Take room for all of the tensors, or for none."""
-    taken: list[Storage] = []
-    for s in fresh:
-        room[s.memory] -= s.layout.size
-        taken.append(s)
-    if all(value >= 0 for value in room.values()):
-        return True
-    for s in taken:
-        room[s.memory] += s.layout.size
-    return False
 
 
 def in_order(trace: Trace, order: list[int]) -> None:
