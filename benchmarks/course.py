@@ -285,10 +285,8 @@ def run(
 
     Returns:
         A row each with the fields and the name of a case, and in us with the launch: `modelled_us`,
-        `range_us` (all that is not known, and the launch at its ends), `assumed_us` (by each
-        uncertainty that moves it, with its other end) and `reordered_us` (if engines took their
-        instructions as list scheduling orders them; None where that is no quicker, or was not
-        tried); `error` (relative) of the first.
+        `range_us` (all that is not known, and the launch at its ends) and `assumed_us` (by each
+        uncertainty that moves it, with its other end); `error` (relative) of the first.
 
     Raises:
         ValueError: a clone lacks a file.
@@ -337,17 +335,8 @@ def inside(row: dict[str, Any]) -> bool:
     return low <= row["us"] <= high
 
 
-def _is_between(row: dict[str, Any]) -> bool:
-    return (
-        row["reordered_us"] is not None and row["reordered_us"] <= row["us"] <= row["range_us"][1]
-    )
-
-
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """`kernels`, `mean_error`, `median_error`, `worst`, and how many lie `inside` their range.
-
-    `reordered` counts those inside with the range down to `reordered_us`.
-    """
+    """`kernels`, `mean_error`, `median_error`, `worst`, and how many lie `inside` their range."""
     errors = [row["error"] for row in rows]
     return {
         "kernels": len(rows),
@@ -355,7 +344,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
         "median_error": median(map(abs, errors)),
         "worst": max(errors, key=abs),
         "inside": sum(map(inside, rows)),
-        "reordered": sum(inside(row) or _is_between(row) for row in rows),
     }
 
 
@@ -375,13 +363,5 @@ def _modelled(case: TimedSolution, kernel: Any) -> dict[str, Any]:
         "assumed_us": {
             other.name: 1e3 * other.time_ms + LAUNCH_US.middle for other in profile.uncertainties
         },
-        "reordered_us": next(
-            (
-                1e3 * found.time_ms + LAUNCH_US.middle
-                for found in profile.what_if
-                if found.resource == "instruction order"
-            ),
-            None,
-        ),
         "error": modelled / case.us - 1,
     }

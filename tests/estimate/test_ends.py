@@ -31,8 +31,9 @@ def test_times_are_those_of_each_end_alone():
 
 def test_a_range_by_hand():
     assert spread([2.0, 1.0, 4.0, 3.0]) == pytest.approx((1.0, 6.0))
-    of, over = ({"transfers": t, "rows": r, "hbm": h} for t, r, h in ((1, 2, 1), (4, 2, 3)))
-    assert compared(of, over) == pytest.approx({"middle": 2.0, "low": 0.75, "high": 4.0})
+    ends = "transfers", "rows", "instruction-order"
+    of, over = (dict(zip(ends, times, strict=True)) for times in ((1, 2, 1), (4, 2, 3)))
+    assert compared(of, over) == pytest.approx({"middle": 3**0.5, "low": 0.75, "high": 4.0})
 
 
 @given(TIMES, TIMES)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from math import prod
 from operator import attrgetter
@@ -105,6 +106,14 @@ class KernelRun:
             return self.turns.run(lambda i: _run_on(self.cores[i], body))
         finally:
             _state.core = outer
+
+    def with_traces(self, traces: Iterable[Trace]) -> KernelRun:
+        """The launch with other traces, one for each of its cores."""
+        changed = copy.copy(self)
+        changed.cores = [copy.copy(core) for core in self.cores]
+        for core, trace in zip(changed.cores, traces, strict=True):
+            core.trace = trace
+        return changed
 
     def end(self) -> None:
         """Free the launch from its cores: with them it would wait for the garbage collector."""

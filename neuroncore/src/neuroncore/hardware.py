@@ -215,6 +215,8 @@ class Machine:
     """Matmuls on tiles of other columns of the PE array wait for each other."""
     shared_queues: bool = False
     """All loads start in one queue, and all stores: not one of each HBM tensor."""
+    reorders: bool = False
+    """Its compiler issues instructions as list scheduling orders them, where that is quicker."""
     engine_issue_cycles: float = 0.0
     """What an instruction of VectorE or ScalarE takes beyond its columns before the next starts."""
     hbm_engine_gbps: float = math.inf

@@ -93,6 +93,14 @@ UNCERTAINTIES = (
         lambda machine: replace(machine, serial_columns=True),
     ),
     Uncertainty(
+        "instruction-order",
+        "engines take instructions in the order of the program",
+        "as list scheduling has them, where that is quicker",
+        "five attention kernels of KevGomes1403/nki-moe-megakernel take on trn2 what the second "
+        "says, 4 to 8 % more or less, and experts beside them what the first says",
+        lambda machine: replace(machine, reorders=True),
+    ),
+    Uncertainty(
         "core-exchange",
         "two cores meet at once, and exchange as by a DMA",
         f"{DMA_START_NS / 1e3:g} us later, as what a semaphore lets start",

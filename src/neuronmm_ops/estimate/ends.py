@@ -16,6 +16,8 @@ OTHERS = [each.name for each in UNCERTAINTIES if each.name != "dma"]
 ENDS: tuple[str, ...] = (*DMA_MODELS, *OTHERS)
 """Both DMA models, then the other end of each other uncertainty under the first of them."""
 
+_RIVALS_DIFFER_IN = (DMA_MODELS[1], "instruction-order")
+
 
 def times_at(profile: Profile) -> tuple[float, ...]:
     """A launch's time at each of `ENDS`, ms, of a profile with the ends that are assumed."""
@@ -37,8 +39,9 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def middle(ratios: Mapping[str, float]) -> float:
-    """The geometric mean over the DMA models: small DMAs are what rivals differ in."""
-    return sqrt(prod([ratios[model] for model in DMA_MODELS]))
+    """Between both ends of what rivals differ in, geometrically: small DMAs and order."""
+    first = ratios[ENDS[0]]
+    return first * prod([sqrt(ratios[end] / first) for end in _RIVALS_DIFFER_IN])
 
 
 def compared(of: Mapping[str, float], over: Mapping[str, float]) -> dict[str, float]:

@@ -144,6 +144,7 @@ def _chains(machine: Machine) -> list[Case]:
         ("products", "engine-issue", "products", copied, {}, (16, 256), {}),
         ("gpsimd", "gpsimd", "gpsimd_chain", copied, {}, _MANY, {}),
         ("scalar", "scalar", "scalar_chain", copied, {"with_tables": False}, _MANY, {}),
+        ("in-order", "instruction-order", "scalar_chains", copied, {"steps": 16}, (4, 64), {}),
         (
             *("tables", "tables", "scalar_chain", copied, {"with_tables": True}),
             *((16, 96, 112, 128), {"table_load_ns": 2}),

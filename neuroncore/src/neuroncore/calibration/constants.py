@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -49,12 +48,10 @@ class Clock:
                 return template
             return replace(template, result_ns=on_grid(self._result_ns(template)))
 
-        changed = copy.copy(launch)
-        changed.cores = [copy.copy(core) for core in launch.cores]
-        for core in changed.cores:
-            records = [(of(template), *rest) for template, *rest in core.trace.records]
-            core.trace = replace(core.trace, records=records)
-        return changed
+        traces = [core.trace for core in launch.cores]
+        records = [[(of(template), *rest) for template, *rest in t.records] for t in traces]
+        pairs = zip(traces, records, strict=True)
+        return launch.with_traces([replace(trace, records=own) for trace, own in pairs])
 
     def _result_ns(self, template: InstructionTemplate) -> float:
         engine, own = template.engine, self.machine.result_ns[template.engine]
@@ -283,6 +280,7 @@ STEPS = (
         (_wait("exchange_ns", "of an exchange of two cores, beyond its bytes", of=_paired),),
         by_value=True,
     ),
+    Step("instruction-order", ()),
     Step("barriers", (_wait("barrier_ns", "of a barrier of two cores", most=50.0, of=_paired),)),
 )
 """In the order in which they are taken."""

@@ -242,6 +242,26 @@ def scalar_chain(x: NkiTensor, count: int, with_tables: bool) -> NkiTensor:
 
 
 @jit
+def scalar_chains(x: NkiTensor, count: int, steps: int) -> NkiTensor:
+    """x [128, N]: the firsts of `count` tiles, each negated `steps` times before the next is.
+
+    ScalarE waits for each result, unless a compiler has other tiles between.
+    """
+    P, N = x.shape
+    x_sb = _loaded(x)
+    tiles_sb = nl.ndarray((P, count, N), dtype=x.dtype, buffer=nl.sbuf)
+    firsts_sb = nl.ndarray((P, count, 1), dtype=x.dtype, buffer=nl.sbuf)
+    out_hbm = nl.ndarray((P, count, 1), dtype=x.dtype, buffer=nl.shared_hbm)
+    for i in range(count):
+        nisa.activation(dst=tiles_sb[:, i, :], op=nl.copy, data=x_sb, scale=-1.0)
+        for _step in range(1, steps):
+            nisa.activation(dst=tiles_sb[:, i, :], op=nl.copy, data=tiles_sb[:, i, :], scale=-1.0)
+    nisa.tensor_copy(dst=firsts_sb, src=tiles_sb[:, :, 0:1])
+    nisa.dma_copy(dst=out_hbm, src=firsts_sb)
+    return out_hbm
+
+
+@jit
 def exchanges(x: NkiTensor, count: int) -> NkiTensor:
     """x [128, N], two cores: they swap a tile `count` times, each time the one received last."""
     rank = nl.program_id(0)

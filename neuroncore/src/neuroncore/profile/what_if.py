@@ -17,7 +17,6 @@ from neuroncore.hardware import DMA_ENGINES, DMA_SATURATED_BYTES, Engine, Machin
 from neuroncore.memory.liveness import room_of
 from neuroncore.memory.storage import MemoryRegion, Storage
 from neuroncore.profile.metrics import critical_steps, occupancy
-from neuroncore.timing.list_scheduling import list_scheduled
 from neuroncore.timing.schedule import schedule
 from neuroncore.timing.times import Schedule
 from neuroncore.timing.trace import InstructionTemplate, Trace
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
 
 BINDS = 0.02
 """A resource binds if the launch takes less by more than this share when it is free."""
-
-_MOST_REORDERED = 20_000
-"""Instructions of a core; more take longer to order than a profile may."""
 
 MUCH_LATENCY = 0.2
 """Share of the critical path from which latency is worth a sentence."""
@@ -82,8 +78,6 @@ def what_if(launch: KernelRun, before: Schedule) -> tuple[WhatIf, ...]:
             continue
         with no_collection():
             ns = schedule(resource.free(launch), before.model).time_ns
-        if resource.name == _ORDER and ns >= before.time_ns:
-            continue  # it is a heuristic
         speedup = before.time_ns / ns if ns else None
         found.append(WhatIf(resource.name, resource.freed, ns / 1e6, speedup, resource.advice))
     return tuple(sorted(found, key=lambda entry: entry.time_ms))
@@ -124,11 +118,8 @@ def _relaunch(
     launch: KernelRun, trace: Callable[[Trace], Trace], machine: Machine | None = None
 ) -> KernelRun:
     """The launch with other traces, and perhaps on another machine."""
-    changed = copy.copy(launch)
+    changed = launch.with_traces([trace(core.trace) for core in launch.cores])
     changed.machine = machine or launch.machine
-    changed.cores = [copy.copy(core) for core in launch.cores]
-    for core in changed.cores:
-        core.trace = trace(core.trace)
     return changed
 
 
@@ -162,10 +153,6 @@ def _free_engine(engine: Engine) -> Callable[[KernelRun], KernelRun]:
         return _with_templates(launch, lambda t: _instant(t) if t.engine is engine else t, machine)
 
     return free
-
-
-def _reordered(launch: KernelRun) -> KernelRun:
-    return _relaunch(launch, lambda trace: list_scheduled(trace, launch.machine))
 
 
 def _evicts(template: InstructionTemplate) -> bool:
@@ -288,20 +275,7 @@ def _fills(memory: MemoryRegion) -> _MayBind:
     return may_bind
 
 
-def _may_be_reordered(before: Schedule, _: _OnPath) -> bool:
-    traces = [core.trace for core in before.cores]
-    return all(len(t.records) <= _MOST_REORDERED and not t.loops for t in traces)
-
-
-_ORDER = "instruction order"
 _RESOURCES = (
-    _Resource(
-        _ORDER,
-        "engines took instructions as list scheduling orders them, which NKI's compiler may",
-        "issue independent steps between those that wait for one another",
-        _reordered,
-        _may_be_reordered,
-    ),
     _Resource(
         "TensorE",
         "matmuls took no time",

@@ -34,19 +34,21 @@ def order_to_fit(trace: Trace, machine: Machine) -> None:
 
 
 class Room:
-    """What tensors without an address take of SBUF and PSUM, and give back after their last use."""
+    """What tensors take of SBUF and PSUM from their first use, and give back after their last.
+
+    Those with addresses take the bytes that no other of them holds.
+    """
 
     def __init__(
         self, trace: Trace, machine: Machine, room_of: Callable[[MemoryRegion, Machine], int]
     ) -> None:
         self.records = trace.records
-        self.left: dict[MemoryRegion, int] = {}
-        for memory in (MemoryRegion.sbuf, MemoryRegion.psum):
-            placed = [s for s in _placed(trace) if s.memory is memory]
-            self.left[memory] = room_of(memory, machine) - liveness.covered(placed)
+        memories = (MemoryRegion.sbuf, MemoryRegion.psum)
+        self.left = {memory: room_of(memory, machine) for memory in memories}
+        self.placed: dict[MemoryRegion, list[Storage]] = {memory: [] for memory in memories}
         self.uses: defaultdict[Storage, int] = defaultdict(int)
         for _, storages, _, _ in trace.records:
-            for s in {s for s in storages if s.memory in self.left and s.address is None}:
+            for s in {s for s in storages if s.memory in self.left}:
                 self.uses[s] += 1
         self.total = dict(self.uses)
 
@@ -54,11 +56,11 @@ class Room:
         """Take room for all tensors that an instruction uses first, or for none."""
         fresh = [s for s in self._of(i) if self.uses[s] == self.total[s]]
         for s in fresh:
-            self.left[s.memory] -= s.layout.size
+            self._take(s)
         if all(value >= 0 for value in self.left.values()):
             return True
         for s in fresh:
-            self.left[s.memory] += s.layout.size
+            self._give_back(s)
         return False
 
     def release(self, i: int) -> bool:
@@ -68,11 +70,27 @@ class Room:
             self.uses[s] -= 1
         freed = [s for s in mine if not self.uses[s]]
         for s in freed:
-            self.left[s.memory] += s.layout.size
+            self._give_back(s)
         return bool(freed)
 
     def _of(self, i: int) -> set[Storage]:
         return {s for s in self.records[i][1] if s in self.total}
+
+    def _take(self, s: Storage) -> None:
+        if s.address is None:
+            self.left[s.memory] -= s.layout.size
+        else:
+            self._hold(s.memory, [*self.placed[s.memory], s])
+
+    def _give_back(self, s: Storage) -> None:
+        if s.address is None:
+            self.left[s.memory] += s.layout.size
+        else:
+            self._hold(s.memory, [other for other in self.placed[s.memory] if other is not s])
+
+    def _hold(self, memory: MemoryRegion, placed: list[Storage]) -> None:
+        self.left[memory] += liveness.covered(self.placed[memory]) - liveness.covered(placed)
+        self.placed[memory] = placed
 
 
 def _placed(trace: Trace) -> list[Storage]:
