@@ -425,8 +425,8 @@ def _show_speedups(rows: list[dict[str, Any]]) -> None:
     found = [(*names, ratios) for *names, ratios in compared if ratios]
     if found:
         stdout.print(
-            "Modelled speed-ups, geometric means: the middle of both DMA models, and the range of "
-            "all that is not known:"
+            "Modelled speed-ups, geometric means: the middle of both DMA models and orders, "
+            "and the range of all that is not known:"
         )
     for ours, theirs, regime, ratios in found:
         low, high = spread([*ratios.values()])

@@ -495,7 +495,7 @@ def clock() -> list[str]:
     return [
         "## How far the clock may be wrong",
         "Modelled: our kernels against NeuronMM's published ones at "
-        f"{SHOWN}'s shape, ratio 0.2: between the [two DMA models]"
+        f"{SHOWN}'s shape, ratio 0.2: between both [DMA models and orders]"
         f"({_NOT_KNOWN}), with the range of all that is not known.",
         table(
             [

@@ -115,7 +115,7 @@ def _show_one(document: dict[str, Any]) -> None:
         f"{memory['activation_bytes'] / 1e9:.3g} GB."
     )
     cells = [[_SPEEDUPS[name], *_ratios(found)] for name, found in document["speedups"].items()]
-    title = "Speed-ups, modelled: between both DMA models, and the range of all that is not known"
+    title = "Speed-ups, modelled: the middle, and the range of all that is not known"
     show_table(["", "prefill", "decode", "as served", "end to end"], cells, left=[""], title=title)
 
 
