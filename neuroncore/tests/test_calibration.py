@@ -113,7 +113,9 @@ DEVICES = {
     "all more": Device(meeting_ns=20.0, **UP),
     "mixed": Device(**MIXED),
     "slow short rows": Device("column-groups", "core-exchange", model="rows", **MIXED),
-    "shared queues": Device("dma-queues", "throttling", "engine-issue", **UP),
+    "shared queues": Device(
+        *("dma-queues", "throttling", "engine-issue", "instruction-order"), **UP
+    ),
     "slow issue": Device(
         *("matmul-issue", "core-exchange", "dma-rate"),
         **{**MIXED, "matmul_overhead_cycles": 0.9, "dma_engine_gbps": 1.0},

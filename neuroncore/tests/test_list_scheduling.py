@@ -11,7 +11,7 @@ import neuroncore.language as nl
 from neuroncore.hardware import PSUM_BANKS, TRN2
 from neuroncore.memory import liveness
 from neuroncore.memory.storage import MemoryRegion
-from neuroncore.timing.list_scheduling import list_scheduled
+from neuroncore.timing.list_scheduling import WINDOWS, list_scheduled
 
 ENGINES = [nisa.vector_engine, nisa.scalar_engine]
 
@@ -83,6 +83,43 @@ def test_banks_are_not_overbooked():
     ((ordered,), *_) = in_other_orders(profile)
     assert liveness.peak(ordered, MemoryRegion.psum, TRN2).used <= PSUM_BANKS
     assert [t for t, *_ in ordered.records] != [t for t, *_ in core.trace.records]
+
+
+def test_loads_that_would_fill_sbuf_stay_within_a_window():
+    columns = 7 * TRN2.planned_sbuf_bytes // 25 // 2
+
+    def scaled(x):
+        for i in range(4):
+            a, b, scale = tile(x, columns), tile(x, columns), nl.ndarray((128, 1), nl.float32)
+            nisa.dma_copy(a, x[i])
+            nisa.memset(scale, 1.0)
+            for _ in range(300):  # longer than three loads
+                nisa.activation(scale, nl.copy, scale)
+            nisa.tensor_scalar(b, a, nl.multiply, scale, engine=nisa.vector_engine)
+
+    profile = profile_of(scaled, (4, 128, columns))
+    orders = in_other_orders(profile)
+    assert len(orders) == len(WINDOWS) - 1  # else three loads, and no room for a result
+    for (ordered,) in orders:
+        peak = liveness.peak(ordered, MemoryRegion.sbuf, TRN2)
+        assert peak.used <= TRN2.planned_sbuf_bytes
+    assert reordered_ms(profile) < 0.8 * profile.time_ms
+
+
+def test_banks_with_an_address_are_free_before_and_after():
+    def sums(x, w):
+        a, b = tile(x, 128), tile(w)
+        nisa.dma_copy(a, x)
+        nisa.dma_copy(b, w)
+        places = [(0, 2048 * bank) for bank in range(PSUM_BANKS)]
+        for place in [*places, *[None] * PSUM_BANKS]:
+            total = nl.ndarray((128, 512), nl.float32, buffer=nl.psum, address=place)
+            nisa.nc_matmul(total, a, b)
+            nisa.tensor_copy(tile(x), total)
+
+    profile = profile_of(sums, (128, 128), (128, 512))
+    ((ordered,),) = in_other_orders(profile)
+    assert liveness.peak(ordered, MemoryRegion.psum, TRN2).used <= PSUM_BANKS
 
 
 @given(st.data())
