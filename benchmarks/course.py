@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from math import sqrt
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
@@ -336,11 +337,19 @@ def inside(row: dict[str, Any]) -> bool:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """`kernels`, `mean_error`, `median_error`, `worst`, and how many lie `inside` their range."""
+    """`kernels`, `mean_error`, `median_error`, `worst`, and how many lie `inside` their range.
+
+    `mean_error_between` is that of the geometric mean of both orders of instructions.
+    """
     errors = [row["error"] for row in rows]
+    between = [
+        sqrt(row["modelled_us"] * row["assumed_us"]["instruction-order"]) / row["us"] - 1
+        for row in rows
+    ]
     return {
         "kernels": len(rows),
         "mean_error": mean(map(abs, errors)),
+        "mean_error_between": mean(map(abs, between)),
         "median_error": median(map(abs, errors)),
         "worst": max(errors, key=abs),
         "inside": sum(map(inside, rows)),

@@ -83,11 +83,13 @@ def test_a_kernel_of_todays_nki_with_nki_library_on_two_cores(clones):
 
 
 def test_the_summary():
+    two_orders = {"modelled_us": 4.0, "assumed_us": {"instruction-order": 1.0}}
     rows = [
-        {"error": error, "us": us, "range_us": [1.0, 2.0]}
-        for error, us in ((0.1, 1.5), (-0.3, 2.5), (0.2, 1.0), (0.2, 0.8))
+        {"error": error, "us": us, "range_us": [1.0, 2.0]} | two_orders
+        for error, us in ((0.1, 1.5), (-0.3, 2.5), (0.2, 1.0), (0.2, 2.0))
     ]
-    expected = {"kernels": 4, "mean_error": 0.2, "median_error": 0.2, "worst": -0.3, "inside": 2}
+    expected = {"kernels": 4, "mean_error": 0.2, "median_error": 0.2, "worst": -0.3, "inside": 3}
+    expected["mean_error_between"] = (0.5 / 1.5 + 0.5 / 2.5 + 1) / 4
     assert course.summary(rows) == pytest.approx(expected)
 
 
