@@ -117,7 +117,7 @@ DEVICES = {
         *("dma-queues", "throttling", "engine-issue", "instruction-order"), **UP
     ),
     "slow issue": Device(
-        *("matmul-issue", "core-exchange", "dma-rate"),
+        *("matmul-issue", "core-exchange", "dma-rate", "sbuf-reserve"),
         **{**MIXED, "matmul_overhead_cycles": 0.9, "dma_engine_gbps": 1.0},
     ),
 }

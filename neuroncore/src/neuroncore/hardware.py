@@ -215,6 +215,8 @@ class Machine:
     """Matmuls on tiles of other columns of the PE array wait for each other."""
     shared_queues: bool = False
     """All loads start in one queue, and all stores: not one of each HBM tensor."""
+    sbuf_reserve_bytes: int = _PLAN_RESERVE_BYTES
+    """SBUF per partition that loads ahead of their use leave free."""
     reorders: bool = False
     """Its compiler issues instructions as list scheduling orders them, where that is quicker."""
     engine_issue_cycles: float = 0.0
@@ -260,7 +262,7 @@ class Machine:
     @property
     def planned_sbuf_bytes(self) -> int:
         """SBUF bytes per partition that plans use, and that loads ahead of their use fill."""
-        return self.sbuf_bytes - _PLAN_RESERVE_BYTES
+        return self.sbuf_bytes - self.sbuf_reserve_bytes
 
     @property
     def pe_peak_tflops(self) -> float:

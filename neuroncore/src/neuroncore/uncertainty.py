@@ -101,6 +101,14 @@ UNCERTAINTIES = (
         lambda machine: replace(machine, reorders=True),
     ),
     Uncertainty(
+        "sbuf-reserve",
+        "16 KiB of SBUF a partition stay free for descriptors of dynamic DMAs",
+        "loads ahead of their use fill all of it",
+        "nki-library's budgets; nki-autotune's matmuls of 8,192 rows, which took on trn1 "
+        "21 to 25 % less than with a reserve",
+        lambda machine: replace(machine, sbuf_reserve_bytes=0),
+    ),
+    Uncertainty(
         "core-exchange",
         "two cores meet at once, and exchange as by a DMA",
         f"{DMA_START_NS / 1e3:g} us later, as what a semaphore lets start",

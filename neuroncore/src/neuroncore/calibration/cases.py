@@ -66,7 +66,7 @@ def cases(target: str) -> list[Case]:
         ValueError: there is no such target.
     """
     machine = resolve_target(target)
-    found = [*_loads(), *_matmuls(machine), *_chains(machine), *_bursts()]
+    found = [*_loads(machine), *_matmuls(machine), *_chains(machine), *_bursts()]
     return [*found, *_two_cores()] if machine.has("paired_cores") else found
 
 
@@ -74,7 +74,7 @@ def _tensor(*shape: int, dtype: DType = bfloat16) -> TensorSpec:
     return TensorSpec(shape, dtype)
 
 
-def _loads() -> list[Case]:
+def _loads(machine: Machine) -> list[Case]:
     found: list[Case] = []
     for row, counts in (
         *((256, (32, 256)), (512, (32, 256)), (1024, (32, 128)), (2048, (16, 64)), (4096, (8, 32))),
@@ -96,6 +96,10 @@ def _loads() -> list[Case]:
     for count in (16, 64):
         each = (_tensor(count, 128, 128),) * 4
         found.append(Case("loads-in-turn", count, "loads_in_turn", each, {}, "dma-queues"))
+    for count in (4, 16):
+        # two fit into SBUF with what is left of it, and not into what is otherwise used
+        x, given = _tensor(count, 128, machine.sbuf_bytes // 4 - 1024), {"columns": 32_767}
+        found.append(Case("halves", count, "loads_of_half_sbuf", (x,), given, "sbuf-reserve"))
     for count in (4, 12, 14, 16):
         x = _tensor(count, 4096, 128)
         found.append(Case("transposes", count, "transposed_loads", (x,), {}, "transposes"))

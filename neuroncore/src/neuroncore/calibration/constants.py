@@ -281,6 +281,7 @@ STEPS = (
         by_value=True,
     ),
     Step("instruction-order", ()),
+    Step("sbuf-reserve", ()),
     Step("barriers", (_wait("barrier_ns", "of a barrier of two cores", most=50.0, of=_paired),)),
 )
 """In the order in which they are taken."""

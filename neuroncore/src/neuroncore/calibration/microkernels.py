@@ -47,6 +47,30 @@ def loads_in_turn(a: NkiTensor, b: NkiTensor, c: NkiTensor, d: NkiTensor) -> Nki
 
 
 @jit
+def loads_of_half_sbuf(x: NkiTensor, columns: int) -> NkiTensor:
+    """x [T, 128, N]: T loads of [128, N]; VectorE doubles the first columns of each.
+
+    A load goes on during the work before it where SBUF holds two.
+    """
+    T, P, N = x.shape
+    firsts_sb = nl.ndarray((P, T, 1), dtype=x.dtype, buffer=nl.sbuf)
+    out_hbm = nl.ndarray((P, T, 1), dtype=x.dtype, buffer=nl.shared_hbm)
+    for t in range(T):
+        tile_sb = nl.ndarray((P, N), dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=tile_sb, src=x[t, :, :])
+        nisa.tensor_scalar(
+            dst=tile_sb[:, 0:columns],
+            data=tile_sb[:, 0:columns],
+            op0=nl.multiply,
+            operand0=2.0,
+            engine=nisa.vector_engine,
+        )
+        nisa.tensor_copy(dst=firsts_sb[:, t, :], src=tile_sb[:, 0:1], engine=nisa.vector_engine)
+    nisa.dma_copy(dst=out_hbm, src=firsts_sb)
+    return out_hbm
+
+
+@jit
 def transposed_loads(x: NkiTensor) -> NkiTensor:
     """x [T, N, 128]: T DMA transposes to [128, N], and their firsts."""
     T, N, P = x.shape
