@@ -18,7 +18,7 @@ import numpy as np
 from neuroncore.checks.base import note
 from neuroncore.hardware import PSUM_BANK_BYTES, Engine
 from neuroncore.memory.storage import Box, MemoryRegion, Storage
-from neuroncore.timing.order import waits_of
+from neuroncore.timing.order import waits_in_queues
 from neuroncore.timing.trace import Record, Trace
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def check_aliases(trace: Trace) -> None:
 
 
 def _check_order(trace: Trace, pair: tuple[Storage, Storage]) -> None:
-    before = waits_of(trace, {})
+    before = waits_in_queues(trace)
     uses: list[_ArgumentUse] = []
     for number, record in enumerate(trace.records):
         for at, storage in enumerate(record[1]):

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import copy
 import heapq
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
 from neuroncore.core import KernelRun
 from neuroncore.hardware import DMA_DONE_NS, DMA_ENGINES, DMA_START_NS, Engine, Machine
 from neuroncore.memory import liveness
-from neuroncore.timing.order import Room, followers_of, in_order, shared_bytes
+from neuroncore.timing.order import Room, followers_of, in_order, waits_of
 from neuroncore.timing.trace import InstructionTemplate, Trace
 
 MOST = 100_000
@@ -61,44 +60,12 @@ def _in_order(trace: Trace, order: list[int]) -> Trace:
     return copied
 
 
-def _waits(trace: Trace) -> list[set[int]]:
-    """The instructions that each waits for: of its data, by region, and barriers."""
-    shared = shared_bytes(trace)
-    before: list[set[int]] = []
-    written: defaultdict[object, dict[int, int]] = defaultdict(dict)
-    read: defaultdict[object, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    barrier = -1
-    for i, (template, storages, _, _) in enumerate(trace.records):
-        waits = {*trace.edges.get(i, ()), barrier}
-        touched: list[tuple[object, int, bool]] = []
-        for operand, storage in enumerate(storages):
-            resource, writes = shared.get(storage, storage), operand < template.writes
-            # tensors that share bytes are one region
-            own = resource is storage
-            touched.append((resource, template.regions[operand] if own else 0, writes))
-            for region in template.overlaps[operand] if own else (0,):
-                waits.add(written[resource].get(region, -1))
-                if writes:
-                    waits.update(read[resource].get(region, ()))
-        for resource, region, writes in touched:
-            if writes:
-                written[resource][region] = i
-                read[resource].pop(region, None)
-            else:
-                read[resource][region].append(i)
-        if i in trace.barriers:
-            waits.update(range(barrier + 1, i))
-            barrier = i
-        before.append(waits - {-1, i})
-    return before
-
-
 class _Listing:
     """What an order follows from: what each instruction costs, and which others wait for it."""
 
     def __init__(self, trace: Trace, machine: Machine) -> None:
         self.trace, self.machine = trace, machine
-        self.waits = _waits(trace)
+        self.waits = waits_of(trace)
         self.then = followers_of(self.waits)
         costs = {template: self._cost(template) for template, *_ in trace.records}
         self.costs = [costs[template] for template, *_ in trace.records]

@@ -25,7 +25,7 @@ def order_to_fit(trace: Trace, machine: Machine) -> None:
     """
     if trace.loops:
         return
-    waits = waits_of(trace, shared_bytes(trace))
+    waits = waits_in_queues(trace)
     for room_of in (liveness.room_of, liveness.limit_of):
         order = _fitting(Room(trace, machine, room_of), waits)
         if order is not None:
@@ -97,7 +97,7 @@ def _placed(trace: Trace) -> list[Storage]:
     return [s for s in trace.storages if s.address is not None and s.first >= 0]
 
 
-def shared_bytes(trace: Trace) -> dict[Storage, int]:
+def _shared_bytes(trace: Trace) -> dict[Storage, int]:
     """A number for each tensor with an address, the same for those that share bytes."""
     placed = _placed(trace)
     numbers: dict[Storage, int] = {}
@@ -111,29 +111,48 @@ def shared_bytes(trace: Trace) -> dict[Storage, int]:
     return numbers
 
 
-def waits_of(trace: Trace, shared: dict[Storage, int]) -> list[set[int]]:
-    """The instructions that each waits for: of its engine or queue, of its data, barriers."""
+def waits_of(trace: Trace) -> list[set[int]]:
+    """The instructions that each waits for: of its data, by region, and barriers."""
+    shared = _shared_bytes(trace)
     before: list[set[int]] = []
-    last: dict[object, int] = {}
-    written: dict[object, int] = {}
-    read: defaultdict[object, list[int]] = defaultdict(list)
+    written: defaultdict[object, dict[int, int]] = defaultdict(dict)
+    read: defaultdict[object, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     barrier = -1
     for i, (template, storages, _, _) in enumerate(trace.records):
-        waits = {*trace.edges.get(i, ()), barrier, last.get(queue := _queue(trace.records[i]), -1)}
-        last[queue] = i
+        waits = {*trace.edges.get(i, ()), barrier}
+        touched: list[tuple[object, int, bool]] = []
         for operand, storage in enumerate(storages):
-            resource = shared.get(storage, storage)
-            waits.add(written.get(resource, -1))
-            if operand < template.writes:
-                waits.update(read.pop(resource, ()))
-                written[resource] = i
+            resource, writes = shared.get(storage, storage), operand < template.writes
+            # tensors that share bytes are one region
+            own = resource is storage
+            touched.append((resource, template.regions[operand] if own else 0, writes))
+            for region in template.overlaps[operand] if own else (0,):
+                waits.add(written[resource].get(region, -1))
+                if writes:
+                    waits.update(read[resource].get(region, ()))
+        for resource, region, writes in touched:
+            if writes:
+                written[resource][region] = i
+                read[resource].pop(region, None)
             else:
-                read[resource].append(i)
+                read[resource][region].append(i)
         if i in trace.barriers:
             waits.update(range(barrier + 1, i))
             barrier = i
         before.append(waits - {-1, i})
     return before
+
+
+def waits_in_queues(trace: Trace) -> list[set[int]]:
+    """The same, and of its engine or queue."""
+    waits = waits_of(trace)
+    last: dict[object, int] = {}
+    for i, record in enumerate(trace.records):
+        queue = _queue(record)
+        if queue in last:
+            waits[i].add(last[queue])
+        last[queue] = i
+    return waits
 
 
 def _queue(record: Record) -> object:
