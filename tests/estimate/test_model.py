@@ -111,7 +111,7 @@ def test_speedups_are_ratios_at_one_end(document):
             ratios = {end: theirs[name][end] / each[end] for end in ENDS}
             low, high = speedup[name]["low"], speedup[name]["high"]
             assert (low, high) == spread([*ratios.values()])
-            middle = ratios["transfers"] * ratios["rows"]
+            middle = ratios["rows"] * ratios["instruction-order"]
             assert speedup[name]["middle"] ** 2 == pytest.approx(middle)
             assert speedup[name]["by_model"] == ratios
 

@@ -38,7 +38,8 @@ def test_no_cost_of_a_launch_explains_prefill():
 
 
 def decode(launches, *times_ms):
-    times = dict(zip(DMA_MODELS, times_ms, strict=True))
+    ends = (*DMA_MODELS, "instruction-order")
+    times = dict(zip(ends, (*times_ms, times_ms[0]), strict=True))
     return {"launches": launches, "times_ms": times, "time_ms": times_ms[0]}
 
 

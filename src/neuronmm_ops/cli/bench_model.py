@@ -180,7 +180,8 @@ def _show_phase(title: str, phase: str, variants: list[dict[str, Any]]) -> None:
     cells.append(["all", *[f"{each['time_ms']:.4g}" for each in phases]])
     cells.append(["GB moved", *[f"{each['hbm_bytes'] / 1e9:.3g}" for each in phases]])
     cells.append(["launches", *[each["launches"] for each in phases]])
-    show_table([title, *[VARIANTS[each["name"]] for each in variants]], cells, left=[title])
+    names = [VARIANTS[each["name"]].replace(" ", "\n", 1) for each in variants]
+    show_table([title, *names], cells, left=[title])
 
 
 def _summary(variant: dict[str, Any]) -> list[str]:
