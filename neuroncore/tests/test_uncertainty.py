@@ -205,6 +205,23 @@ def test_the_range_holds_every_end():
     assert low <= min(times.values()) <= max(times.values()) < high
 
 
+def test_the_range_holds_what_one_end_hides():
+    def negated(x):
+        out = nl.ndarray(x.shape, x.dtype, nl.shared_hbm)
+        for i in range(8):
+            tile = nl.ndarray((128, 512), x.dtype)
+            nisa.dma_copy(tile, x[i])
+            for _ in range(6):  # in program order the loads are early
+                nisa.activation(tile, nl.copy, tile, scale=-1.0)
+            nisa.dma_copy(out[i], tile)
+
+    x = nc.TensorSpec((8, 128, 512), nl.bfloat16)
+    found = nc.simulate(negated, x, mode="trace", target="trn2").profile
+    assert found.time_assuming("dma") == found.time_ms
+    both = found.time_assuming("dma", "instruction-order")
+    assert found.time_range_ms[0] <= both < found.time_assuming("instruction-order")
+
+
 @pytest.mark.parametrize("target", MACHINES)
 def test_ends_that_change_nothing_on_a_machine_are_left_out(target):
     machine = MACHINES[target]

@@ -38,15 +38,17 @@ def other_ends(machine: Machine, time_on: TimeOn) -> tuple[OtherEnd, ...]:
 def together(machine: Machine, time_on: TimeOn, ends: Iterable[OtherEnd]) -> tuple[float, float]:
     """The launch, ms, with all ends that make it quicker, and with all that make it slower.
 
-    At least what one of them makes of it alone: ends may work against each other.
+    Also with those that alone change nothing, which others may let bind; and at least what one of
+    them makes of it alone: ends may work against each other.
     """
     as_is = time_on(machine)
     quicker = [end for end in ends if end.time_ms < as_is]
     slower = [end for end in ends if end.time_ms > as_is]
-    low, high = [
-        time_on(assuming(machine, [end.name for end in some])) for some in (quicker, slower)
-    ]
-    return (
-        min([low, as_is, *[end.time_ms for end in quicker]]),
-        max([high, as_is, *[end.time_ms for end in slower]]),
-    )
+    hidden = [end for end in ends if end.time_ms == as_is]
+
+    def times(some: list[OtherEnd]) -> list[float]:
+        sets = (some, some + hidden)
+        at = [time_on(assuming(machine, [end.name for end in each])) for each in sets]
+        return [as_is, *at, *[end.time_ms for end in some]]
+
+    return min(times(quicker)), max(times(slower))
