@@ -7,7 +7,7 @@ from scale_kernels import X
 import neuroncore as nc
 from neuroncore import isa as nisa
 from neuroncore import language as nl
-from neuroncore.hardware import MACHINES, Throttle
+from neuroncore.hardware import MACHINES, TRN1, Throttle
 from neuroncore.timing.resources import RecentUse
 from neuroncore.uncertainty import UNCERTAINTIES, assuming
 
@@ -220,6 +220,29 @@ def test_the_range_holds_what_one_end_hides():
     assert found.time_assuming("dma") == found.time_ms
     both = found.time_assuming("dma", "instruction-order")
     assert found.time_range_ms[0] <= both < found.time_assuming("instruction-order")
+
+
+def test_another_order_may_fill_the_reserve():
+    """Where the program's order needs more than plans do, and another one more than kernels may."""
+
+    def scaled(x):
+        out = nl.ndarray(x.shape, x.dtype, nl.shared_hbm)
+        kept = [nl.ndarray((128, 21_500), x.dtype) for _ in range(4)]
+        for tile in kept:
+            nisa.memset(tile, 1.0)
+        for i in range(3):
+            tile = nl.ndarray((128, 4000), x.dtype)
+            nisa.dma_copy(tile, x[i])
+            for k in range(8):  # longer than all loads
+                added = kept[k % 4][:, 0:4000]
+                nisa.tensor_tensor(tile, tile, added, nl.add, engine=nisa.vector_engine)
+            nisa.dma_copy(out[i], tile)
+
+    x = nc.TensorSpec((3, 128, 4000), nl.bfloat16)
+    found = nc.simulate(scaled, x, mode="trace", target="trn1").profile
+    assert TRN1.planned_sbuf_bytes < found.sbuf_peak_bytes <= TRN1.usable_sbuf_bytes
+    least = found.time_assuming("sbuf-reserve", "instruction-order")
+    assert found.time_range_ms[0] <= least < found.time_ms
 
 
 @pytest.mark.parametrize("target", MACHINES)

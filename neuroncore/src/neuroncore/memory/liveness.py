@@ -32,7 +32,9 @@ class Peak:
 
 def limit_of(memory: MemoryRegion, machine: Machine) -> int:
     """What there is of it, in the same unit."""
-    return PSUM_BANKS if memory is MemoryRegion.psum else machine.usable_sbuf_bytes
+    if memory is MemoryRegion.psum:
+        return PSUM_BANKS
+    return max(machine.usable_sbuf_bytes, machine.planned_sbuf_bytes)  # without a reserve, all
 
 
 def room_of(memory: MemoryRegion, machine: Machine) -> int:
