@@ -66,15 +66,16 @@ def cases(target: str) -> list[Case]:
         ValueError: there is no such target.
     """
     machine = resolve_target(target)
-    found = [*_loads(machine), *_matmuls(machine), *_chains(machine), *_bursts()]
-    return [*found, *_two_cores()] if machine.has("paired_cores") else found
+    found = [*_loads(), *_matmuls(machine), *_chains(machine), *_bursts()]
+    pairs = _two_cores() if machine.has("paired_cores") else []
+    return [*found, *pairs, *_compiled(machine)]
 
 
 def _tensor(*shape: int, dtype: DType = bfloat16) -> TensorSpec:
     return TensorSpec(shape, dtype)
 
 
-def _loads(machine: Machine) -> list[Case]:
+def _loads() -> list[Case]:
     found: list[Case] = []
     for row, counts in (
         *((256, (32, 256)), (512, (32, 256)), (1024, (32, 128)), (2048, (16, 64)), (4096, (8, 32))),
@@ -96,10 +97,6 @@ def _loads(machine: Machine) -> list[Case]:
     for count in (16, 64):
         each = (_tensor(count, 128, 128),) * 4
         found.append(Case("loads-in-turn", count, "loads_in_turn", each, {}, "dma-queues"))
-    for count in (4, 16):
-        # two fit into SBUF with what is left of it, and not into what is otherwise used
-        x, given = _tensor(count, 128, machine.sbuf_bytes // 4 - 1024), {"columns": 32_767}
-        found.append(Case("halves", count, "loads_of_half_sbuf", (x,), given, "sbuf-reserve"))
     for count in (4, 12, 14, 16):
         x = _tensor(count, 4096, 128)
         found.append(Case("transposes", count, "transposed_loads", (x,), {}, "transposes"))
@@ -148,7 +145,6 @@ def _chains(machine: Machine) -> list[Case]:
         ("products", "engine-issue", "products", copied, {}, (16, 256), {}),
         ("gpsimd", "gpsimd", "gpsimd_chain", copied, {}, _MANY, {}),
         ("scalar", "scalar", "scalar_chain", copied, {"with_tables": False}, _MANY, {}),
-        ("in-order", "instruction-order", "scalar_chains", copied, {"steps": 16}, (4, 64), {}),
         (
             *("tables", "tables", "scalar_chain", copied, {"with_tables": True}),
             *((16, 96, 112, 128), {"table_load_ns": 2}),
@@ -188,6 +184,20 @@ def _two_cores() -> list[Case]:
         )
         for count in counts
     ]
+
+
+def _compiled(machine: Machine) -> list[Case]:
+    """What a compiler decides: the order of instructions, and how much of SBUF loads fill."""
+    x = _tensor(128, 64, dtype=float32)
+    found = [
+        Case("in-order", n, "scalar_chains", (x,), {"count": n, "steps": 16}, "instruction-order")
+        for n in (4, 64)
+    ]
+    for count in (4, 16):
+        # two fit into SBUF with what is left of it, and not into what is otherwise used
+        x, given = _tensor(count, 128, machine.sbuf_bytes // 4 - 1024), {"columns": 32_767}
+        found.append(Case("halves", count, "loads_of_half_sbuf", (x,), given, "sbuf-reserve"))
+    return found
 
 
 _Kind = tuple[str, str, str, TensorSpec, Mapping[str, Any], Sequence[int], Mapping[str, int]]
