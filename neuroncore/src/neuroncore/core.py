@@ -7,7 +7,8 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import cache
 from math import prod
 from operator import attrgetter
 from types import CodeType, FrameType
@@ -114,6 +115,17 @@ class KernelRun:
         for core, trace in zip(changed.cores, traces, strict=True):
             core.trace = trace
         return changed
+
+    def with_templates(
+        self, change: Callable[[InstructionTemplate], InstructionTemplate]
+    ) -> KernelRun:
+        """The launch with other templates of its instructions, each changed once."""
+        of = cache(change)
+
+        def changed(trace: Trace) -> Trace:
+            return replace(trace, records=[(of(t), *rest) for t, *rest in trace.records])
+
+        return self.with_traces([changed(core.trace) for core in self.cores])
 
     def end(self) -> None:
         """Free the launch from its cores: with them it would wait for the garbage collector."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 from neuroncore.calibration.solve import Move, Values
@@ -42,16 +41,12 @@ class Clock:
     def retimed(self, launch: KernelRun) -> KernelRun:
         """A traced launch with the result latencies of this clock."""
 
-        @cache
         def of(template: InstructionTemplate) -> InstructionTemplate:
             if template.engine > Engine.GPSIMD:
                 return template
             return replace(template, result_ns=on_grid(self._result_ns(template)))
 
-        traces = [core.trace for core in launch.cores]
-        records = [[(of(template), *rest) for template, *rest in t.records] for t in traces]
-        pairs = zip(traces, records, strict=True)
-        return launch.with_traces([replace(trace, records=own) for trace, own in pairs])
+        return launch.with_templates(of)
 
     def _result_ns(self, template: InstructionTemplate) -> float:
         engine, own = template.engine, self.machine.result_ns[template.engine]

@@ -15,6 +15,16 @@ def _loaded(x: NkiTensor) -> NkiTensor:
     return x_sb
 
 
+def _firsts(tiles_sb: NkiTensor) -> NkiTensor:
+    """The first columns [128, T, 1] of tiles [128, T, N], stored."""
+    P, T, _N = tiles_sb.shape
+    firsts_sb = nl.ndarray((P, T, 1), dtype=tiles_sb.dtype, buffer=nl.sbuf)
+    out_hbm = nl.ndarray((P, T, 1), dtype=tiles_sb.dtype, buffer=nl.shared_hbm)
+    nisa.tensor_copy(dst=firsts_sb, src=tiles_sb[:, :, 0:1])
+    nisa.dma_copy(dst=out_hbm, src=firsts_sb)
+    return out_hbm
+
+
 @jit
 def loads(x: NkiTensor, width: int) -> NkiTensor:
     """x [T, 128, runs, pitch]: T loads of 128 x `runs` rows of `width`, and their firsts."""
@@ -34,16 +44,12 @@ def loads_in_turn(a: NkiTensor, b: NkiTensor, c: NkiTensor, d: NkiTensor) -> Nki
     """Four tensors [T, 128, N]: T loads of [128, N] of each in turn, and their firsts."""
     T, P, N = a.shape
     tiles_sb = nl.ndarray((P, 4 * T, N), dtype=a.dtype, buffer=nl.sbuf)
-    firsts_sb = nl.ndarray((P, 4 * T, 1), dtype=a.dtype, buffer=nl.sbuf)
-    out_hbm = nl.ndarray((P, 4 * T, 1), dtype=a.dtype, buffer=nl.shared_hbm)
     for t in range(T):
         nisa.dma_copy(dst=tiles_sb[:, 4 * t, :], src=a[t, :, :])
         nisa.dma_copy(dst=tiles_sb[:, 4 * t + 1, :], src=b[t, :, :])
         nisa.dma_copy(dst=tiles_sb[:, 4 * t + 2, :], src=c[t, :, :])
         nisa.dma_copy(dst=tiles_sb[:, 4 * t + 3, :], src=d[t, :, :])
-    nisa.tensor_copy(dst=firsts_sb, src=tiles_sb[:, :, 0:1])
-    nisa.dma_copy(dst=out_hbm, src=firsts_sb)
-    return out_hbm
+    return _firsts(tiles_sb)
 
 
 @jit
@@ -75,13 +81,9 @@ def transposed_loads(x: NkiTensor) -> NkiTensor:
     """x [T, N, 128]: T DMA transposes to [128, N], and their firsts."""
     T, N, P = x.shape
     tiles_sb = nl.ndarray((P, T, N), dtype=x.dtype, buffer=nl.sbuf)
-    firsts_sb = nl.ndarray((P, T, 1), dtype=x.dtype, buffer=nl.sbuf)
-    out_hbm = nl.ndarray((P, T, 1), dtype=x.dtype, buffer=nl.shared_hbm)
     for t in range(T):
         nisa.dma_transpose(dst=tiles_sb[:, t, :], src=x[t, :, :])
-    nisa.tensor_copy(dst=firsts_sb, src=tiles_sb[:, :, 0:1])
-    nisa.dma_copy(dst=out_hbm, src=firsts_sb)
-    return out_hbm
+    return _firsts(tiles_sb)
 
 
 @jit
@@ -215,8 +217,6 @@ def products(x: NkiTensor, count: int) -> NkiTensor:
     P, N = x.shape
     x_sb = _loaded(x)
     products_sb = nl.ndarray((P, count, N), dtype=x.dtype, buffer=nl.sbuf)
-    firsts_sb = nl.ndarray((P, count, 1), dtype=x.dtype, buffer=nl.sbuf)
-    out_hbm = nl.ndarray((P, count, 1), dtype=x.dtype, buffer=nl.shared_hbm)
     for i in range(count):
         nisa.tensor_scalar(
             dst=products_sb[:, i, :],
@@ -225,9 +225,7 @@ def products(x: NkiTensor, count: int) -> NkiTensor:
             operand0=float(i),
             engine=nisa.vector_engine,
         )
-    nisa.tensor_copy(dst=firsts_sb, src=products_sb[:, :, 0:1])
-    nisa.dma_copy(dst=out_hbm, src=firsts_sb)
-    return out_hbm
+    return _firsts(products_sb)
 
 
 @jit
@@ -274,15 +272,11 @@ def scalar_chains(x: NkiTensor, count: int, steps: int) -> NkiTensor:
     P, N = x.shape
     x_sb = _loaded(x)
     tiles_sb = nl.ndarray((P, count, N), dtype=x.dtype, buffer=nl.sbuf)
-    firsts_sb = nl.ndarray((P, count, 1), dtype=x.dtype, buffer=nl.sbuf)
-    out_hbm = nl.ndarray((P, count, 1), dtype=x.dtype, buffer=nl.shared_hbm)
     for i in range(count):
         nisa.activation(dst=tiles_sb[:, i, :], op=nl.copy, data=x_sb, scale=-1.0)
         for _step in range(1, steps):
             nisa.activation(dst=tiles_sb[:, i, :], op=nl.copy, data=tiles_sb[:, i, :], scale=-1.0)
-    nisa.tensor_copy(dst=firsts_sb, src=tiles_sb[:, :, 0:1])
-    nisa.dma_copy(dst=out_hbm, src=firsts_sb)
-    return out_hbm
+    return _firsts(tiles_sb)
 
 
 @jit

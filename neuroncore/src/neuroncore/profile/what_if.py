@@ -114,31 +114,11 @@ def _gain(entry: WhatIf) -> str:
 # --- launches with one resource free
 
 
-def _relaunch(
-    launch: KernelRun, trace: Callable[[Trace], Trace], machine: Machine | None = None
-) -> KernelRun:
-    """The launch with other traces, and perhaps on another machine."""
-    changed = launch.with_traces([trace(core.trace) for core in launch.cores])
-    changed.machine = machine or launch.machine
+def _on(machine: Machine, launch: KernelRun) -> KernelRun:
+    """The launch on another machine."""
+    changed = copy.copy(launch)
+    changed.machine = machine
     return changed
-
-
-def _with_templates(
-    launch: KernelRun,
-    change: Callable[[InstructionTemplate], InstructionTemplate],
-    machine: Machine | None = None,
-) -> KernelRun:
-    changed: dict[InstructionTemplate, InstructionTemplate] = {}
-
-    def of(template: InstructionTemplate) -> InstructionTemplate:
-        if template not in changed:
-            changed[template] = change(template)
-        return changed[template]
-
-    def trace(t: Trace) -> Trace:
-        return replace(t, records=[(of(template), *rest) for template, *rest in t.records])
-
-    return _relaunch(launch, trace, machine)
 
 
 def _instant(template: InstructionTemplate) -> InstructionTemplate:
@@ -150,7 +130,8 @@ def _free_engine(engine: Engine) -> Callable[[KernelRun], KernelRun]:
         clocks = list(launch.machine.clocks_ghz)
         clocks[engine] = math.inf  # also issue overheads and descriptors
         machine = replace(launch.machine, clocks_ghz=tuple(clocks))
-        return _with_templates(launch, lambda t: _instant(t) if t.engine is engine else t, machine)
+        free = launch.with_templates(lambda t: _instant(t) if t.engine is engine else t)
+        return _on(machine, free)
 
     return free
 
@@ -160,28 +141,27 @@ def _evicts(template: InstructionTemplate) -> bool:
 
 
 def _free_eviction(launch: KernelRun) -> KernelRun:
-    return _with_templates(launch, lambda t: _instant(t) if _evicts(t) else t)
+    return launch.with_templates(lambda t: _instant(t) if _evicts(t) else t)
 
 
 def _free_dma_rate(launch: KernelRun) -> KernelRun:
-    return _with_templates(
-        launch,
+    return launch.with_templates(
         lambda t: t if t.dma is None else replace(t, dma=replace(t.dma, runs=(), transposes="")),
     )
 
 
 def _free_tables(launch: KernelRun) -> KernelRun:
-    return _with_templates(launch, lambda t: replace(t, table="") if t.table else t)
+    return launch.with_templates(lambda t: replace(t, table="") if t.table else t)
 
 
 def _free_queues(launch: KernelRun) -> KernelRun:
     machine = launch.machine
     free = replace(machine, dma=replace(machine.dma, interval_ns=0.0))
-    return _relaunch(launch, lambda trace: trace, free)
+    return _on(free, launch)
 
 
 def _free_throttle(launch: KernelRun) -> KernelRun:
-    return _relaunch(launch, lambda trace: trace, replace(launch.machine, throttle=None))
+    return _on(replace(launch.machine, throttle=None), launch)
 
 
 def _free_dma_rows(launch: KernelRun) -> KernelRun:
@@ -192,12 +172,12 @@ def _free_dma_rows(launch: KernelRun) -> KernelRun:
         all_engines = {"first_engine": 0, "engines": DMA_ENGINES, "transposes": ""}
         return replace(t, dma=replace(t.dma, runs=runs, **all_engines))
 
-    return _with_templates(launch, change)
+    return launch.with_templates(change)
 
 
 def _free_descriptors(launch: KernelRun) -> KernelRun:
-    return _with_templates(
-        launch, lambda t: t if t.dma is None else replace(t, dma=replace(t.dma, descriptors="none"))
+    return launch.with_templates(
+        lambda t: t if t.dma is None else replace(t, dma=replace(t.dma, descriptors="none"))
     )
 
 
@@ -234,7 +214,7 @@ def _unlimited(memory: MemoryRegion) -> Callable[[KernelRun], KernelRun]:
                 t, records=records, storages=storages, loops=list(loops.values()), moves=moves
             )
 
-        return _relaunch(launch, trace)
+        return launch.with_traces([trace(core.trace) for core in launch.cores])
 
     return free
 
