@@ -241,9 +241,9 @@ def searched(clones: Path) -> Iterator[TimedSolution]:
     """
     for name, (dtype, shapes, steps) in _SEARCHED.items():
         file = f"examples/trn-tutorial/{name}_trace.py"
-        found = list(_candidates(_text(clones, "autocomp", file)))
+        candidates = list(_candidates(_text(clones, "autocomp", file)))
         for step in steps:
-            us = 1e3 * found[step][1]
+            us = 1e3 * candidates[step][1]
             yield TimedSolution("autocomp", file, "test", "trn1", us, dtype, shapes, step=step)
 
 

@@ -240,13 +240,13 @@ def measured(model: nn.Module, text: Evaluated) -> dict[str, Any]:
     """Compare a model with the dense one, token by token: the fields of `measure` from `tokens`."""
     losses, grown, apart = list[Tensor](), list[Tensor](), list[Tensor]()
     for block, expected in zip(text.blocks, text.expected, strict=True):
-        found = _log_probabilities(model.eval(), block)
+        log_probs = _log_probabilities(model.eval(), block)
         dense, own = (
-            F.nll_loss(x, block[1:], reduction="none").double() for x in (expected, found)
+            F.nll_loss(x, block[1:], reduction="none").double() for x in (expected, log_probs)
         )
         losses.append(dense)
         grown.append(own - dense)
-        apart.append((expected.exp() * (expected - found)).double().sum(-1))
+        apart.append((expected.exp() * (expected - log_probs)).double().sum(-1))
     before = float(torch.cat(losses).mean())
     growth, kl = torch.cat(grown), torch.cat(apart)
     root = math.sqrt(len(kl))

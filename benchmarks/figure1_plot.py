@@ -73,9 +73,9 @@ def _points(
     rows: list[dict[str, Any]], kernel: str, key: str, unit: int
 ) -> tuple[list[int], list[float]]:
     """Tokens of a kernel's rows that have a value, and the values in the unit."""
-    found = [row for row in rows if row["kernel"] == kernel and row[key] is not None]
-    found.sort(key=lambda row: row["M"])
-    return [row["M"] for row in found], [row[key] / unit for row in found]
+    points = [row for row in rows if row["kernel"] == kernel and row[key] is not None]
+    points.sort(key=lambda row: row["M"])
+    return [row["M"] for row in points], [row[key] / unit for row in points]
 
 
 def _label(axes: Any, tokens: list[int], quantity: str) -> None:

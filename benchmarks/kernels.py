@@ -147,7 +147,7 @@ def run(
     entries = _entries(_models(models, figure1), tuple(dict.fromkeys(tokens)), target, lnc)
     low_rank = [entry for entry in entries if entry.kernel in ("xuv", "svd_mlp")]
     for entry in low_rank:
-        own = [found for name in storage for found in _in_one_byte(entry, name)]
+        own = [stored for name in storage for stored in _in_one_byte(entry, name)]
         place = entries.index(entry) + 1
         entries[place:place] = own
     candidates = list(dict.fromkeys([part for e in entries for parts in e.parts for part in parts]))
@@ -166,10 +166,10 @@ def _models(names: Sequence[str], figure1: bool) -> dict[str, ModelShape | None]
     if figure1:
         return {PAPER: None}
     shapes = [None if name == PAPER else resolve_shape(name) for name in names]
-    found = {shape.name if shape else PAPER: shape for shape in shapes}
-    if len(found) < len(set(shapes)):
+    models = {shape.name if shape else PAPER: shape for shape in shapes}
+    if len(models) < len(set(shapes)):
         raise ValueError(f"models must have names that differ, got {', '.join(names)}")
-    return found or {PAPER: None, **SHAPES}
+    return models or {PAPER: None, **SHAPES}
 
 
 def _entries(
@@ -202,15 +202,15 @@ def _projection(model: str, M: int, K: int, r: int, N: int, target: str, lnc: in
         return Problem("xw", M, ((K, N),), DTYPE, target, lnc)
 
     pair = Problem("xuv", M, ((K, r), (r, N)), DTYPE, target, lnc)
-    found = [Entry("xw", model, dense(K, N), ((KernelChoice(dense(K, N)),),))]
+    entries = [Entry("xw", model, dense(K, N), ((KernelChoice(dense(K, N)),),))]
     if model == PAPER:
         halves = ((KernelChoice(dense(K, r)),), (KernelChoice(dense(r, N)),))
-        found.append(Entry("xuv_unfused", model, pair, halves))
+        entries.append(Entry("xuv_unfused", model, pair, halves))
     if lnc == 1:
         shipped = () if model == PAPER else (neuronmm.up_blocks(M),)
         part = _published(pair, "neuronmm_xuv", neuronmm.UP_DEFAULTS, *shipped)
-        found.append(Entry("neuronmm_published", model, pair, (part,)))
-    return [*found, Entry("xuv", model, pair, ((KernelChoice(pair),),))]
+        entries.append(Entry("neuronmm_published", model, pair, (part,)))
+    return [*entries, Entry("xuv", model, pair, ((KernelChoice(pair),),))]
 
 
 def _mlp(model: str, M: int, H: int, r: int, I: int, target: str, lnc: int) -> list[Entry]:  # noqa: E741
@@ -220,7 +220,7 @@ def _mlp(model: str, M: int, H: int, r: int, I: int, target: str, lnc: int) -> l
     three = [
         (KernelChoice(Problem("xuv", M, pair, DTYPE, target, lnc)),) for pair in (up, up, down)
     ]
-    found = [
+    entries = [
         Entry("svd_mlp", model, mlp, ((KernelChoice(mlp),),)),
         Entry("svd_mlp_3xuv", model, mlp, tuple(three)),
     ]
@@ -229,8 +229,8 @@ def _mlp(model: str, M: int, H: int, r: int, I: int, target: str, lnc: int) -> l
             _published(mlp, "neuronmm_mlp_up", neuronmm.up_blocks(M), neuronmm.UP_DEFAULTS),
             _published(mlp, "neuronmm_mlp_down", neuronmm.down_blocks(M), neuronmm.DOWN_DEFAULTS),
         )
-        found.append(Entry("neuronmm_published_mlp", model, mlp, parts))
-    return found
+        entries.append(Entry("neuronmm_published_mlp", model, mlp, parts))
+    return entries
 
 
 def _in_one_byte(entry: Entry, storage: str) -> list[Entry]:
@@ -239,11 +239,11 @@ def _in_one_byte(entry: Entry, storage: str) -> list[Entry]:
     Decode ignores them, for it waits for bytes.
     """
     problem = replace(entry.problem, weight_dtype=dtype_name(storage) or "")
-    found = {f"{entry.kernel}_{storage}": problem}
+    problems = {f"{entry.kernel}_{storage}": problem}
     doubled = replace(problem, compute="fp8") if storage == "fp8" else problem
     if doubled.doubles_rows and problem.M > PARTITIONS:
-        found[f"{entry.kernel}_{storage}_double_row"] = doubled
-    return [Entry(n, entry.model, own, ((KernelChoice(own),),)) for n, own in found.items()]
+        problems[f"{entry.kernel}_{storage}_double_row"] = doubled
+    return [Entry(n, entry.model, own, ((KernelChoice(own),),)) for n, own in problems.items()]
 
 
 def _published(problem: Problem, kernel: str, *blocks: neuronmm.Blocks) -> tuple[KernelChoice, ...]:
@@ -277,8 +277,8 @@ def measure(candidate: KernelChoice) -> LaunchTimes | None:
 
 def _simulated(launch: PlannedKernel, target: str) -> LaunchTimes:
     profile = launch.profile(target)
-    found = [getattr(profile, field) for field in LaunchTimes._fields[1:-1]]
-    return LaunchTimes(times_at(profile), *found)
+    fields = [getattr(profile, field) for field in LaunchTimes._fields[1:-1]]
+    return LaunchTimes(times_at(profile), *fields)
 
 
 def _published_shapes(candidate: KernelChoice) -> Matrices:
@@ -335,14 +335,14 @@ def _fastest(entry: Entry, measured: dict[KernelChoice, LaunchTimes | None]) -> 
 
     Its times are those of the fastest at each end.
     """
-    found: list[LaunchTimes] = []
+    quickest: list[LaunchTimes] = []
     for part in entry.parts:
         fitting = [m for m in (measured[candidate] for candidate in part) if m is not None]
         if not fitting:
             return None
         times = [min(times) for times in zip(*[m.times_ms for m in fitting], strict=True)]
-        found.append(min(fitting)._replace(times_ms=tuple(times)))
-    return _added(found) if len(found) > 1 else found[0]
+        quickest.append(min(fitting)._replace(times_ms=tuple(times)))
+    return _added(quickest) if len(quickest) > 1 else quickest[0]
 
 
 # --- summaries
@@ -353,9 +353,9 @@ def speedup(rows: list[dict[str, Any]], ours: str, theirs: str, regime: str) -> 
 
     Over the shapes that have both; nothing where there are none.
     """
-    found = _ratios(rows, ours, theirs, regime)
-    ends = found[0] if found else ()
-    return {end: geometric_mean([ratios[end] for ratios in found]) for end in ends}
+    of_rows = _ratios(rows, ours, theirs, regime)
+    ends = of_rows[0] if of_rows else ()
+    return {end: geometric_mean([ratios[end] for ratios in of_rows]) for end in ends}
 
 
 def least_speedup(rows: list[dict[str, Any]], ours: str, theirs: str, regime: str) -> float:
@@ -364,8 +364,8 @@ def least_speedup(rows: list[dict[str, Any]], ours: str, theirs: str, regime: st
     Raises:
         ValueError: no shape has both.
     """
-    found = _ratios(rows, ours, theirs, regime)
-    return min([spread([*ratios.values()])[0] for ratios in found])
+    of_rows = _ratios(rows, ours, theirs, regime)
+    return min([spread([*ratios.values()])[0] for ratios in of_rows])
 
 
 def _ratios(
@@ -383,12 +383,12 @@ def _ratios(
 
 def worst_shares(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
     """The row with the smallest `limit_share_low` of each kernel and regime."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    worst: dict[tuple[str, str], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: row["limit_share_low"] or math.inf, reverse=True):
         for regime in REGIMES:
             if row["limit_share_low"] is not None and _within(row, regime):
-                found[row["kernel"], regime] = row
-    return found
+                worst[row["kernel"], regime] = row
+    return worst
 
 
 def _within(row: dict[str, Any], regime: str) -> bool:

@@ -176,13 +176,13 @@ def run_all(sources: Path, names: list[str] | None = None) -> Iterator[dict[str,
     difference of its outputs before and after, the largest error, and the rules of what is left by
     hand in the file. Raises ValueError where there is no such file.
     """
-    found = [p for part in _PARTS for p in sorted((sources / part).rglob("*.py"))]
-    found = [p for p in found if "neuronxcc" in read(p)]
-    if not found:
+    files = [p for part in _PARTS for p in sorted((sources / part).rglob("*.py"))]
+    files = [p for p in files if "neuronxcc" in read(p)]
+    if not files:
         raise ValueError(f"{sources} has no file that imports neuronxcc in src or contributed")
     with tempfile.TemporaryDirectory() as folder:
         new, left = Path(folder).resolve(), {}
-        for path in found:
+        for path in files:
             place = new / path.relative_to(sources)
             place.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -192,7 +192,7 @@ def run_all(sources: Path, names: list[str] | None = None) -> Iterator[dict[str,
                 continue
             left[path] = ", ".join(sorted({one.rule for one in by_hand}))
             place.write_text(text, encoding="utf-8")
-        for path in found:
+        for path in files:
             file = path.relative_to(sources).as_posix()
             cases = [c for c in CASES.get(file, []) if not names or c.name in names]
             if names and not cases:

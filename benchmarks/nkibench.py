@@ -79,19 +79,19 @@ def run(
         if not (folder / name).is_file():
             raise ValueError(f"{folder} must be a clone that has {name}; clone it again")
     neuroncore.install()
-    found: list[dict[str, Any]] = []
+    kernels: list[dict[str, Any]] = []
     cases = list(measured(variants, nkibench / "NKIBench"))
     for case in cases:
         row = modelled(case)
         halved = row["why"] is None and case.ms < _POSSIBLE * row["bound_ms"]
         seen = {"p50_ms": case.ms, "halved": halved, "measured_mb": case.mb}
-        found.append({"op": case.op, "kernel": case.kernel.name} | seen | row)
+        kernels.append({"op": case.op, "kernel": case.kernel.name} | seen | row)
         if progress is not None:
-            progress("trace", len(found), len(cases))
+            progress("trace", len(kernels), len(cases))
     by_op: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in found:
+    for row in kernels:
         by_op[row["op"]].append(row)
-    return [_summary(op, rows) for op, rows in sorted(by_op.items())], found
+    return [_summary(op, rows) for op, rows in sorted(by_op.items())], kernels
 
 
 def measured(variants: Path, nkibench: Path) -> Iterator[TimedKernel]:
@@ -101,10 +101,10 @@ def measured(variants: Path, nkibench: Path) -> Iterator[TimedKernel]:
         (case,) = entry["cases"].values()
         (files,) = case["impls"]
         reference = nkibench / files["task"]
-        for found in baselines.values():
-            if found["op"] == op:
-                own = nkibench / "kernels" / found["kernel"]
-                yield TimedKernel(op, own, reference, found["baseline_latency_ms"], None)
+        for baseline in baselines.values():
+            if baseline["op"] == op:
+                own = nkibench / "kernels" / baseline["kernel"]
+                yield TimedKernel(op, own, reference, baseline["baseline_latency_ms"], None)
         times: dict[str, list[tuple[float, str]]] = defaultdict(list)
         table = variants / "workspaces" / op / "benchmark.csv"
         with table.open(newline="") as lines:

@@ -32,8 +32,8 @@ def run(progress: Progress | None = None) -> list[dict[str, Any]]:
         take. Ratios are over the row `against`. A kernel that does not fit has only `refused`,
         which says why.
     """
-    found = paper.cases()
-    rows = list(map(_row, found, run_all("paper", _modelled, found, progress)))
+    figures = paper.cases()
+    rows = list(map(_row, figures, run_all("paper", _modelled, figures, progress)))
     by_name = {(row["section"], row["name"]): row for row in rows}
     for row in rows:
         base = by_name.get((row["section"], row["against"]), {})

@@ -66,15 +66,15 @@ def kept(retime: bool) -> dict[str, dict[str, Any]]:
     source, plans = cache.shipped()
     if source == cache.fingerprint():
         return dict(plans)
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for problem in problems():
         key = _key(problem)
         earlier = cache.load_earlier(problem, key)
         again = earlier and traced_again(earlier)
         if again and (retime or again == earlier):
-            found[key] = cache.entry_of(again)
-    print(f"{len(found)} of {len(plans)} plans are kept", file=sys.stderr)
-    return found
+            entries[key] = cache.entry_of(again)
+    print(f"{len(entries)} of {len(plans)} plans are kept", file=sys.stderr)
+    return entries
 
 
 def write(plans: dict[str, dict[str, Any]]) -> None:

@@ -38,20 +38,20 @@ def run(progress: Progress | None = None) -> dict[str, Any]:
         How many `rows` of each target there are, and how many have `moved` since.
     """
     before = frozen().rows if FILE.exists() else {}
-    found: dict[str, dict[str, Prediction]] = {}
+    predictions: dict[str, dict[str, Prediction]] = {}
     for target in MACHINES:
         known, cases = before.get(target, {}), kernel_cases(target)
         small = [*published(target), *microkernels.cases(target)]
-        own = found[target] = {each.name: _of(each, target) for each in small}
+        own = predictions[target] = {each.name: _of(each, target) for each in small}
         for done, case in enumerate(cases, 1):
             own[case.name] = predict(case, known.get(case.name))
             if progress is not None:
                 progress(target, done, len(cases))
-    write(found, _commit())
-    rows = {target: len(own) for target, own in found.items()}
+    write(predictions, _commit())
+    rows = {target: len(own) for target, own in predictions.items()}
     moved = {
         target: sum([before.get(target, {}).get(name) != row for name, row in own.items()])
-        for target, own in found.items()
+        for target, own in predictions.items()
     }
     return {"file": str(FILE), "rows": rows, "moved": moved}
 

@@ -39,15 +39,15 @@ def run(progress: Progress | None = None, workers: int = 1) -> list[dict[str, An
         published, and there is no error: `launch_us` is what is missing by each of its `launches`.
         `refused` says why a kernel does not run here; its numbers are None.
     """
-    found = published.cases()
+    cases = published.cases()
     # several figures are published of one run, its time first
     launches: dict[tuple[Any, ...], tuple[int, DmaModel]] = {}
-    for (number, case), model in product(enumerate(found), DMA_MODELS):
+    for (number, case), model in product(enumerate(cases), DMA_MODELS):
         launches.setdefault((case.kernel, case.arguments, case.target, model), (number, model))
     outcomes = run_all("published", _simulated, list(launches.values()), progress, workers)
     of_launch = dict(zip(launches, outcomes, strict=True))
     rows: list[dict[str, Any]] = []
-    for case in found:
+    for case in cases:
         launch = (case.kernel, case.arguments, case.target)
         rows.append(_row(case, {model: of_launch[*launch, model] for model in DMA_MODELS}))
     return [*rows, *map(_bound, end_to_end.served())]
@@ -68,7 +68,7 @@ class Score(NamedTuple):
 
 def scores(rows: list[dict[str, Any]]) -> list[Score]:
     """The score of each group under each DMA model, of the rows of `run`."""
-    found: list[Score] = []
+    scored: list[Score] = []
     for group, model in product(get_args(published.Group), DMA_MODELS):
         of_fact = defaultdict[str, list[float]](list)
         for row in rows:
@@ -78,8 +78,8 @@ def scores(rows: list[dict[str, Any]]) -> list[Score]:
             means = [fmean(map(abs, errors)) for errors in of_fact.values()]
             errors = [error for of_one in of_fact.values() for error in of_one]
             worst = max(errors, key=abs)
-            found.append(Score(group, model, len(errors), len(means), fmean(means), worst))
-    return found
+            scored.append(Score(group, model, len(errors), len(means), fmean(means), worst))
+    return scored
 
 
 def _simulated(launch: tuple[int, DmaModel]) -> dict[str, float] | str:
@@ -93,16 +93,16 @@ def _simulated(launch: tuple[int, DmaModel]) -> dict[str, float] | str:
     except NkiValidationError as error:
         return str(error).partition(";")[0]
     profile: Profile = simulation.profile
-    found: dict[str, float] = {}
+    measures: dict[str, float] = {}
     for name, engine in ENGINES.items():
-        found[f"active {name}, share"] = share = _active(profile, engine)
-        found[f"active {name}"] = share * profile.time_ms
-    found |= {"time": profile.time_ms, "MFU": profile.mfu, "bytes": float(profile.hbm_bytes)}
+        measures[f"active {name}, share"] = share = _active(profile, engine)
+        measures[f"active {name}"] = share * profile.time_ms
+    measures |= {"time": profile.time_ms, "MFU": profile.mfu, "bytes": float(profile.hbm_bytes)}
     if model == DMA_MODELS[0]:
-        found["documented"] = profile.documented_ms
+        measures["documented"] = profile.documented_ms
         if case.group == "held out":
-            found["low"], found["high"] = profile.time_range_ms
-    return found | _single(profile)
+            measures["low"], measures["high"] = profile.time_range_ms
+    return measures | _single(profile)
 
 
 def _active(profile: Profile, engine: Engine) -> float:
@@ -115,18 +115,18 @@ def _single(profile: Profile) -> dict[str, float]:
     """Times of single instructions: the first DMA and the last activation."""
     (core,) = profile.schedule.cores
     engines = [template.engine for template, *_ in core.trace.records]
-    found: dict[str, float] = {}
+    measures: dict[str, float] = {}
     if Engine.DMA in engines:
         first = engines.index(Engine.DMA)
-        found["transfer"] = (core.end[first] - core.start[first]) / 1e6
-        found["trigger to done"] = core.end[first] / 1e6
+        measures["transfer"] = (core.end[first] - core.start[first]) / 1e6
+        measures["trigger to done"] = core.end[first] / 1e6
     scalar = [i for i, engine in enumerate(engines) if engine is Engine.SCALAR]
     if scalar:
         latency = profile.machine.result_ns[Engine.SCALAR]
-        found["instruction"] = (core.end[scalar[-1]] - core.start[scalar[-1]] + latency) / 1e6
+        measures["instruction"] = (core.end[scalar[-1]] - core.start[scalar[-1]] + latency) / 1e6
     if len(scalar) > 1:
-        found["interval"] = (core.start[scalar[-1]] - core.start[scalar[-2]]) / 1e6
-    return found
+        measures["interval"] = (core.start[scalar[-1]] - core.start[scalar[-2]]) / 1e6
+    return measures
 
 
 def _row(
@@ -150,14 +150,14 @@ def _row(
     row["modelled_bytes"] = round(first["bytes"]) if measure == "time" else None
     figure = case.published_share or case.published_ms
     assert figure is not None, case
-    row["errors"] = {model: found[measure] / figure - 1 for model, found in values.items()}
+    row["errors"] = {model: measures[measure] / figure - 1 for model, measures in values.items()}
     return row | {"error": row["errors"][DMA_MODELS[0]]}
 
 
 def _bound(served: end_to_end.Served) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys(FIELDS)
-    found = served.modelled()
-    rest_ms = served.published_ms - found["time_ms"]
+    modelled = served.modelled()
+    rest_ms = served.published_ms - modelled["time_ms"]
     return row | {
         "name": f"{served.name}: {served.phase}",
         "fact": f"{served.shape.name}, {served.target}, {served.phase}",
@@ -167,7 +167,7 @@ def _bound(served: end_to_end.Served) -> dict[str, Any]:
         "naive": False,
         "source": served.source,
         "published_ms": served.published_ms,
-        "modelled_ms": found["time_ms"],
-        "launches": found["launches"],
-        "launch_us": 1e3 * rest_ms / found["launches"],
+        "modelled_ms": modelled["time_ms"],
+        "launches": modelled["launches"],
+        "launch_us": 1e3 * rest_ms / modelled["launches"],
     }

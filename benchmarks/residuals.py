@@ -169,10 +169,11 @@ def measure(
     total = len(REFERENCE) + len(FINER) + len(PAIRS) * len(ratios)
     total += len(COARSE) * len(ranks) * len(ROUNDS) + len(shares) * (1 + len(widths))
     budgets = list(product(shares, (0.0, *widths)))
-    for done, found in enumerate(_candidates(dense, batches, ranks, ratios, budgets), start=1):
-        labels = {**found.labels, "bytes": found.share}
+    for done, candidate in enumerate(_candidates(dense, batches, ranks, ratios, budgets), start=1):
+        labels = {**candidate.labels, "bytes": candidate.share}
         rows += [
-            {**labels, "text": name, **measured(found.model, text)} for name, text in known.items()
+            {**labels, "text": name, **measured(candidate.model, text)}
+            for name, text in known.items()
         ]
         if progress:
             progress("residuals", done, total)
@@ -236,22 +237,22 @@ def _candidates(
     }
     size = sum(2 * matrix.numel() for matrix, _ in layers.values())
 
-    def candidate(found: Callable[[Tensor, SecondMoment], Found], **labels: Any) -> RoundedModel:
-        each = {name: found(*layer) for name, layer in layers.items()}
+    def candidate(compress: Callable[[Tensor, SecondMoment], Found], **labels: Any) -> RoundedModel:
+        each = {name: compress(*layer) for name, layer in layers.items()}
         model = copy.deepcopy(dense)
         for name, (matrix, _) in each.items():
             model.get_parameter(f"{name}.weight").data.copy_(matrix.t())
         return RoundedModel(
-            NO_LABELS | labels, model, sum(found[1] for found in each.values()) / size
+            NO_LABELS | labels, model, sum(share for _, share in each.values()) / size
         )
 
     for stored in (*REFERENCE, *FINER):
         labels = {"storage": stored.name, "group": stored.group}
         yield candidate(partial(_dense, stored), kind="dense", **labels)
     for stored, rounds, rank in product(COARSE, ROUNDS, ranks):
-        found = partial(_with_pair, Correction(stored, rank, rounds))
+        corrected = partial(_with_pair, Correction(stored, rank, rounds))
         labels = {"storage": stored.name, "group": stored.group}
-        yield candidate(found, kind="residual", **labels, rounds=rounds, rank=rank)
+        yield candidate(corrected, kind="residual", **labels, rounds=rounds, rank=rank)
     dtypes = dict.fromkeys(linears, torch.bfloat16)
     config_of = partial(SVDConfig, targets=TARGETS, block=8)
     configs: list[tuple[dict[str, Any], SVDConfig]] = [

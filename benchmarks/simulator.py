@@ -124,12 +124,12 @@ def run(progress: Progress | None = None, repeats: int = 3) -> dict[str, Any]:
     parts.append(("memory", lambda: streamed(STREAMED)))
     parts.append(("long", lambda: long("trace", *LONG)))
     parts.append(("long", lambda: long("execute", *LONG)))
-    found: dict[str, Any] = {"machine": machine(), "python": platform.python_version()}
+    document: dict[str, Any] = {"machine": machine(), "python": platform.python_version()}
     for done, (part, measure) in enumerate(parts):
         if progress is not None:
             progress("measurements", done, len(parts))
-        found.setdefault(part, []).append(measure())
-    return found
+        document.setdefault(part, []).append(measure())
+    return document
 
 
 def machine() -> str:
@@ -253,14 +253,14 @@ def streamed(size: int, rows: int = 4096, columns: int = 4096) -> dict[str, Any]
 def long(mode: str, K: int, M: int, N: int) -> dict[str, Any]:
     """CPU seconds of `tiled` at a size whose modelled time is 100 ms."""
     operands = _arrays(K, M, N) if mode == "execute" else [_spec(K, M), _spec(K, N)]
-    found: list[nc.Profile] = []
+    profiles: list[nc.Profile] = []
 
     def work() -> None:
         done = nc.simulate(tiled, *operands, target=TARGET, mode=mode)  # pyright: ignore
-        found.append(done.profile)
+        profiles.append(done.profile)
 
     seconds = cpu_seconds(work)
-    profile = found[0]
+    profile = profiles[0]
     return {
         "mode": mode,
         "instructions": profile.instructions,

@@ -96,11 +96,11 @@ def run(
         native: dict[str, tuple[float, Tensor]] = {}
         for labels, model, size in group:
             for name, blocks in ids.items():
-                found, losses = _measured(dense, model, blocks)
+                sums, losses = _measured(dense, model, blocks)
                 if labels["storage"] == "bf16":
-                    native[name] = found["kl"], losses
-                quotients = _quotients(found["kl"], losses, native.get(name))
-                rows.append({**labels, **size, "text": name, **found, **quotients})
+                    native[name] = sums["kl"], losses
+                quotients = _quotients(sums["kl"], losses, native.get(name))
+                rows.append({**labels, **size, "text": name, **sums, **quotients})
             if progress:
                 progress("storages", len(rows) // len(ids), models)
     return rows
@@ -204,11 +204,11 @@ def _measured(
     before, grown, divergence = 0.0, [], 0.0
     for block in blocks:
         ids = block[None].to(place)
-        expected, found = (F.log_softmax(m(ids).logits[0, :-1], -1) for m in (dense, model))
-        own = [F.nll_loss(x, ids[0, 1:], reduction="none").double() for x in (expected, found)]
+        expected, log_probs = (F.log_softmax(m(ids).logits[0, :-1], -1) for m in (dense, model))
+        own = [F.nll_loss(x, ids[0, 1:], reduction="none").double() for x in (expected, log_probs)]
         before += float(own[0].sum())
         grown.append(own[1] - own[0])
-        divergence += float((expected.exp() * (expected - found)).double().sum())
+        divergence += float((expected.exp() * (expected - log_probs)).double().sum())
     losses = torch.cat(grown)
     if not torch.isfinite(losses).all():
         raise NonFiniteError("logits must be finite, got NaN or Inf; check the checkpoint")

@@ -93,10 +93,17 @@ def plan_of(model: Any, tokens: int) -> Plan:
 
 def row(name: str, plan: Plan, hlo: str) -> str:
     """A pass as a line of the table: its HLO, and the plan of its kernels."""
-    found = re.findall(r' custom-call\(.*backend_config="([^"]+)"', hlo)
-    kernels = {json.loads(base64.b64decode(config))["func_name"] for config in found}
+    configs = re.findall(r' custom-call\(.*backend_config="([^"]+)"', hlo)
+    kernels = {json.loads(base64.b64decode(config))["func_name"] for config in configs}
     time_us = f"{1e3 * plan.time_ms:.1f}"
-    cells = (plan.problem.M, len(found), hlo.count(" dot("), "+".join(kernels), plan.phase, time_us)
+    cells = (
+        plan.problem.M,
+        len(configs),
+        hlo.count(" dot("),
+        "+".join(kernels),
+        plan.phase,
+        time_us,
+    )
     return COLUMNS.format(name, *cells)
 
 

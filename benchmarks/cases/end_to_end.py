@@ -121,12 +121,12 @@ _KNOWN: dict[int, tuple[tuple[ModelShape, int, int], ...]] = {
 
 def served() -> list[Served]:
     """All published times of whole models, those per token first."""
-    found: list[Served] = []
+    figures: list[Served] = []
     for shape, (instance, target, lnc, ranks), prompt, new, first_ms, token_ms in _ROWS:
         name = f"{shape.name}, {instance}, {ranks}, {prompt}+{new}"
         source = TUTORIAL if target == "trn2" else CSV
         common = (name, shape, target, lnc, ranks, prompt, new)
-        found.append(Served(*common, "decode", token_ms, source))
+        figures.append(Served(*common, "decode", token_ms, source))
         if first_ms is not None:
-            found.append(Served(*common, "prefill", first_ms, source))
-    return sorted(found, key=lambda each: each.phase)
+            figures.append(Served(*common, "prefill", first_ms, source))
+    return sorted(figures, key=lambda each: each.phase)

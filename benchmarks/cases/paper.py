@@ -79,14 +79,14 @@ def _block_sizes() -> list[Figure]:
     """Table 3. A block below 512 tokens, the kernel's tile, is a launch of its own."""
     M, K, r, N = sizes = (4096, 7168, 4096, 18432)
     filled = {1024: (0.90, 0), 2048: (0.96, 29_000_000), 4096: (0.99, 931_000_000)}
-    found: list[Figure] = []
+    figures: list[Figure] = []
     for block in (128, 256, 512, 1024, 2048, 4096):
         tokens = block if block < 512 else M
         run = _fused((tokens, K, r, N), tiles_m=max(1, block // 512), launches=M // tokens)
         share, spilled = filled.get(block, (None, None))
         published = Published(None, 2 * M * (K + N) * (block + r) // block, share, spilled)
-        found.append(Figure(BLOCKS, f"{block} tokens", "1024 tokens", sizes, run, published))
-    return found
+        figures.append(Figure(BLOCKS, f"{block} tokens", "1024 tokens", sizes, run, published))
+    return figures
 
 
 def _naive_fusion() -> list[Figure]:

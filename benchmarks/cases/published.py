@@ -178,7 +178,7 @@ def _profiles() -> list[Evidence]:
         ("[4,4096]", wide, "engine, 32 KiB", "transfer", 1416, False),
         ("[4,4096]", wide, "table load and activation", "instruction", 1310 + 3714, False),
     ]
-    found = [
+    evidence = [
         Evidence(
             f"exp of {shape}: {what}", f"exp of {shape}", "trn2", profiles.exponential, (x,), DMA,
             ns / 1e6, measure=measure, group=_group(fixed),
@@ -187,7 +187,7 @@ def _profiles() -> list[Evidence]:
     ]  # fmt: skip
     blocks = TensorSpec((16, 128, 1024), float32)
     return [
-        *found,
+        *evidence,
         Evidence(
             "load of [128,1024] fp32: engine, 32 KiB", "load of [128,1024]", "trn1",
             profiles.load_rows, (blocks,), PERFORMANCE, 1810e-6, measure="transfer",

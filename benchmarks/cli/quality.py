@@ -179,9 +179,9 @@ def _show_divergence(rows: list[dict[str, Any]]) -> None:
     )
     columns = ["ratio", "method", "bytes", "KL", "±", "quotient", "growth", "±"]
     for trial, text in dict.fromkeys((row["trial"], row["text"]) for row in rows):
-        found = [row for row in rows if (row["trial"], row["text"]) == (trial, text)]
-        title = f"{trial}, {text}, dense {found[0]['dense_ce']:.3f} nats"
-        show_table(columns, [_apart(row) for row in found], left=["method"], title=title)
+        shown = [row for row in rows if (row["trial"], row["text"]) == (trial, text)]
+        title = f"{trial}, {text}, dense {shown[0]['dense_ce']:.3f} nats"
+        show_table(columns, [_apart(row) for row in shown], left=["method"], title=title)
 
 
 def _apart(row: dict[str, Any]) -> list[object]:
@@ -216,8 +216,8 @@ def _show_residuals(rows: list[dict[str, Any]]) -> None:
     )
     columns = ["what", "bytes", "KL", "±", "quotient"]
     for trial, text in dict.fromkeys((row["trial"], row["text"]) for row in rows):
-        found = [row for row in rows if (row["trial"], row["text"]) == (trial, text)]
-        cells = [_residual(row) for row in sorted(found, key=lambda row: row["bytes"])]
+        shown = [row for row in rows if (row["trial"], row["text"]) == (trial, text)]
+        cells = [_residual(row) for row in sorted(shown, key=lambda row: row["bytes"])]
         show_table(columns, cells, left=["what"], title=f"{trial}, {text}")
 
 

@@ -177,11 +177,11 @@ def _show_published(rows: list[dict[str, Any]]) -> None:
         "by launch."
     )
     columns = ["group", "DMA model", "figures", "facts", "mean error", "worst"]
-    found = [
+    scored = [
         [*each[:2], str(each.figures), str(each.facts), f"{each.mean:.1%}", f"{each.worst:+.0%}"]
         for each in published.scores(rows)
     ]
-    show_table(columns, found, left=["group", "DMA model"])
+    show_table(columns, scored, left=["group", "DMA model"])
 
 
 def _simulator(options: argparse.Namespace) -> dict[str, Any]:
@@ -191,25 +191,27 @@ def _simulator(options: argparse.Namespace) -> dict[str, Any]:
         return simulator.run(progress)
 
 
-def _show_simulator(found: dict[str, Any]) -> None:
-    stdout.print(f"{found['machine']}, Python {found['python']}; CPU seconds of one core.")
+def _show_simulator(document: dict[str, Any]) -> None:
+    stdout.print(f"{document['machine']}, Python {document['python']}; CPU seconds of one core.")
     columns = ["kernel", "instructions", "DMAs a matmul", "s", "a second", "scheduled a second"]
     fields = ("dmas_per_matmul", "cpu_s", "per_second", "scheduled_per_second")
     cells = [
         [row["name"], f"{row['instructions']:,}", *[_number(row[f], 1, ",.4g") for f in fields]]
-        for row in found["traces"]
+        for row in document["traces"]
     ]
     show_table(columns, cells, left=["kernel"], title="Trace and schedule")
     columns = ["kernel", "executed s", "NumPy s", "over NumPy", "without its trace"]
     fields = ("execute_s", "numpy_s", "ratio", "ratio_without_trace")
-    cells = [[row["name"], *[_number(row[f], 1, ".3g") for f in fields]] for row in found["values"]]
+    cells = [
+        [row["name"], *[_number(row[f], 1, ".3g") for f in fields]] for row in document["values"]
+    ]
     show_table(columns, cells, left=["kernel"], title="Values")
-    for row in found["memory"]:
+    for row in document["memory"]:
         stdout.print(
             f"{row['streamed_bytes'] / 1e6:,.0f} MB through SBUF: a peak of "
             f"{row['peak_bytes'] / 1e6:.1f} MB, {row['live_bytes'] / 1e6:.1f} MB live at once."
         )
-    for row in found["long"]:
+    for row in document["long"]:
         stdout.print(
             f"A kernel of {row['time_ms']:.1f} ms (modelled), {row['instructions']:,} "
             f"instructions: {row['cpu_s']:.1f} s in mode {row['mode']}."
@@ -410,8 +412,10 @@ def _show_shares(rows: list[dict[str, Any]]) -> None:
     stdout.print("\nSmallest share of the modelled limit, by tokens:")
     cells: list[list[str]] = []
     for kernel in dict.fromkeys(row["kernel"] for row in rows):
-        found = [worst.get((kernel, regime)) for regime in regimes]
-        cells.append([kernel, *("" if r is None else f"{r['limit_share_low']:.0%}" for r in found)])
+        shares = [worst.get((kernel, regime)) for regime in regimes]
+        cells.append(
+            [kernel, *("" if r is None else f"{r['limit_share_low']:.0%}" for r in shares)]
+        )
     show_table(["kernel", *regimes], cells, left=["kernel"])
 
 
@@ -422,13 +426,13 @@ def _show_speedups(rows: list[dict[str, Any]]) -> None:
     from neuronmm_ops.estimate.ends import middle, spread
 
     compared = [(*names, kernels.speedup(rows, *names)) for names in kernels.COMPARED]
-    found = [(*names, ratios) for *names, ratios in compared if ratios]
-    if found:
+    shown = [(*names, ratios) for *names, ratios in compared if ratios]
+    if shown:
         stdout.print(
             "Modelled speed-ups, geometric means: the middle of both DMA models and orders, "
             "and the range of all that is not known:"
         )
-    for ours, theirs, regime, ratios in found:
+    for ours, theirs, regime, ratios in shown:
         low, high = spread([*ratios.values()])
         models = ", ".join([f"{model} {ratios[model]:.2f}x" for model in DMA_MODELS])
         least = kernels.least_speedup(rows, ours, theirs, regime)

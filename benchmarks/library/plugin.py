@@ -168,8 +168,8 @@ def execute(self: Any, test: Any) -> None:
     for rank in range(ranks if per_rank else 1):
         expected = golden.golden if is_lazy else tests.normalize_golden_output(golden, rank)
         kinds = golden.output_ndarray if is_lazy else expected
-        found = done.outputs[rank] if ranks > 1 else done.outputs
-        pairs = zip(kinds, found if isinstance(found, tuple) else (found,), strict=True)
+        outputs = done.outputs[rank] if ranks > 1 else done.outputs
+        pairs = zip(kinds, outputs if isinstance(outputs, tuple) else (outputs,), strict=True)
         actual = {n: _as_read(f, expected[n], kinds[n]) for n, f in pairs if n in expected}
         _run["stage"] = "values"
         metrics = self.emitter.get_collector()
@@ -189,9 +189,9 @@ def _named(given: dict[str, Any] | None) -> dict[str, Any]:
     return {name.removesuffix(".must_alias_input"): value for name, value in (given or {}).items()}
 
 
-def _as_read(found: np.ndarray, expected: Any, kind: Any) -> np.ndarray:
+def _as_read(actual: np.ndarray, expected: Any, kind: Any) -> np.ndarray:
     """An output as their loader reads it: bytes for a validator of theirs."""
-    content = np.ascontiguousarray(found).reshape(-1).view(np.uint8)
+    content = np.ascontiguousarray(actual).reshape(-1).view(np.uint8)
     if hasattr(expected, "validator"):
         return content
     return content.view(np.dtype(kind.dtype)).reshape(expected.shape)

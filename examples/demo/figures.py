@@ -172,9 +172,9 @@ def _layers_figure(results: Results) -> Figure:
     return figure
 
 
-def _trainium_figure(found: OnTrainium) -> Figure:
+def _trainium_figure(modelled: OnTrainium) -> Figure:
     """Each model's and phase's modelled time, as a share of the dense one's."""
-    times = found.times
+    times = modelled.times
     figure, axes = plt.subplots(figsize=(6, 2.6), layout="constrained")
     for place, row in enumerate(times):
         dense, own = row.dense_ms[0], row.low_rank_ms[0]

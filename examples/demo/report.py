@@ -123,8 +123,8 @@ def _summary(results: Results) -> str:
     )
 
 
-def _trainium(found: OnTrainium, figure: str) -> str:
-    ratio = f"{found.ratio:.0%}".replace("%", " %")
+def _trainium(modelled: OnTrainium, figure: str) -> str:
+    ratio = f"{modelled.ratio:.0%}".replace("%", " %")
     rows = [
         (
             f"{times.model}, {times.layers} layers",
@@ -137,7 +137,7 @@ def _trainium(found: OnTrainium, figure: str) -> str:
             f"{times.low_rank_bytes / 1e6:,.1f}",
             times.bound,
         )
-        for times in found.times
+        for times in modelled.times
     ]
     head = (
         *("MLPs of", "phase", "tokens", "dense ms", "compressed ms", "speedup"),
@@ -156,9 +156,9 @@ demo's own ranks, and NeuronMM's rule for {_text(LARGE)}. A layer of this demo's
 latency of its DMAs whatever its bytes, so low rank wins little there or nothing; one of a
 real model waits for bytes in decode and for the matmuls in prefill. Made by <code>make demo</code>;
 for other shapes:
-<code>neuronmm plan --model {_text(LARGE)} --ratio {found.ratio:g}</code>, and
+<code>neuronmm plan --model {_text(LARGE)} --ratio {modelled.ratio:g}</code>, and
 for whole models <code>neuronmm bench model</code>.</p>
-{_fused(found.fused)}"""
+{_fused(modelled.fused)}"""
 
 
 def _fused(run: FusedRun | None) -> str:

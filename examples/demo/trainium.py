@@ -205,9 +205,9 @@ def _dense(tokens: int, K: int, N: int) -> _Cost:
 
 
 def _measured(problem: Problem) -> _Cost:
-    found = measure(KernelChoice(problem))
-    assert found is not None, f"the planned kernel of {problem} fits"
-    return _Cost(found.times_ms, found.hbm_bytes, found.bound)
+    times = measure(KernelChoice(problem))
+    assert times is not None, f"the planned kernel of {problem} fits"
+    return _Cost(times.times_ms, times.hbm_bytes, times.bound)
 
 
 # --- values

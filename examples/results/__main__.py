@@ -47,8 +47,8 @@ def main() -> None:
 def pages() -> dict[Path, str]:
     """Every generated text by its file."""
     docs = DATA.parent
-    found = {docs / "gallery" / name: text for name, text in gallery().items()}
-    return {docs / "results.md": results_page(), **filled_pages(), **found}
+    gallery_pages = {docs / "gallery" / name: text for name, text in gallery().items()}
+    return {docs / "results.md": results_page(), **filled_pages(), **gallery_pages}
 
 
 def write(console: Console) -> None:

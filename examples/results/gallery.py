@@ -159,8 +159,8 @@ def _plan_rows(shape: ModelShape, ratio: float) -> list[Row]:
 
 def _plan_speedup(shape: ModelShape, tokens: int) -> str:
     rows = _plan_rows(shape, PLANNED_RATIO)
-    found = [row for row in rows if (row["projection"], row["M"]) == ("mlp", tokens)]
-    return span(found[0]["speedup_low"], found[0]["speedup_high"]) if found else ""
+    speedups = [row for row in rows if (row["projection"], row["M"]) == ("mlp", tokens)]
+    return span(speedups[0]["speedup_low"], speedups[0]["speedup_high"]) if speedups else ""
 
 
 def _plans(shape: ModelShape) -> list[str]:
@@ -202,11 +202,11 @@ def _cores(shape: ModelShape) -> str:
 
 
 def _times(shape: ModelShape) -> list[str]:
-    found: list[dict[str, Any]] = models(shape.name)
-    if not found:
+    documents: list[dict[str, Any]] = models(shape.name)
+    if not documents:
         return []
     command = "\n".join(datasets()[f"model_{shape.name}"].commands)
-    first = found[0]
+    first = documents[0]
     dense = {row["name"]: row for row in first["variants"]}["dense"]
     prefill, decode = (dense["phases"][phase]["time_ms"] for phase in ("prefill", "decode"))
     return [
@@ -215,6 +215,6 @@ def _times(shape: ModelShape) -> list[str]:
         f"{first['prompt']} tokens, {first['new']} more. Our best dense bf16 kernels: prefill "
         f"{number(prefill)} ms, {number(decode)} ms per token, {number(dense['tokens_per_s'])} "
         "tokens/s. Speed-ups over that, with the range of all that is not known:",
-        setting_rows(found),
+        setting_rows(documents),
         f"```bash\n{command}\n```",
     ]

@@ -14,8 +14,8 @@ TABLED_RATIOS = (0, 0.2, 0.5)
 def quality() -> list[str]:
     """Excess log-perplexity by method and by storage."""
     rows = [row for row in document("methods") or [] if row["method"] != "dense"]
-    found = storages()
-    if not rows or not found:
+    stored = storages()
+    if not rows or not stored:
         return []
     ratios = list(dict.fromkeys(row["ratio"] for row in rows))
     labels = list(dict.fromkeys(map(method_label, rows)))

@@ -58,10 +58,10 @@ def pareto() -> list[str]:
 
 def whole_models() -> list[str]:
     """Low rank against dense, a row per model and setting."""
-    found = [one for name in SHAPES for one in models(name)]
-    if not found:
+    documents = [one for name in SHAPES for one in models(name)]
+    if not documents:
         return []
-    first = found[0]
+    first = documents[0]
     return [
         "## Whole models",
         f"Modelled: one {first['target']} core per rank, batch {first['batch']}, a prompt of "
@@ -72,19 +72,19 @@ def whole_models() -> list[str]:
         "[with the cost of launches](whole-model.md#bounds). [The gallery](gallery/index.md) has "
         "ratio 0.5.",
         image("results-models.svg", "speed-up of decode and prefill, by model and setting"),
-        setting_rows([one for one in found if one["ratio"] == SHOWN_RATIO]),
+        setting_rows([one for one in documents if one["ratio"] == SHOWN_RATIO]),
         *_published(models(SHOWN)),
         *_components(),
     ]
 
 
-def setting_rows(found: list[Row]) -> str:
+def setting_rows(documents: list[Row]) -> str:
     """A table of modelled documents, low rank against dense, a row each."""
     head = (
         *("model", "compressed", "prefill ms", "speed-up"),
         *("ms/token", "speed-up", "storage", "rank", "as served"),
     )
-    return table(head, [_model_row(one) for one in found])
+    return table(head, [_model_row(one) for one in documents])
 
 
 def _model_row(one: Row) -> list[str]:
@@ -96,9 +96,9 @@ def _model_row(one: Row) -> list[str]:
     return [*cells, *[ranged(each) if each else "" for each in split], gain_as_served(one)]
 
 
-def _published(found: list[Row]) -> list[str]:
+def _published(documents: list[Row]) -> list[str]:
     """The same against NeuronMM's kernels, for the settings that they can run."""
-    compared = [one for one in found if "published" in one["speedups"]]
+    compared = [one for one in documents if "published" in one["speedups"]]
     if not compared:
         return []
     names = {"published": "theirs over theirs", "ours_over_published": "ours over theirs, dense"}
@@ -199,8 +199,11 @@ def published() -> str:
     held = table(
         ["held out", "of", "published", "modelled", "range", *models],
         [
-            [f"{fact} ({target})", *map("<br>".join, zip(*map(_published_row, found), strict=True))]
-            for (fact, target), found in held_out.items()
+            [
+                f"{fact} ({target})",
+                *map("<br>".join, zip(*map(_published_row, of_fact), strict=True)),
+            ]
+            for (fact, target), of_fact in held_out.items()
         ],
     )
     known = dict.fromkeys(
@@ -223,14 +226,14 @@ def held_out() -> str:
     rows = document("published")
     if rows is None:
         return ""
-    found = [score for score in scores(rows) if score.group == "held out"]
+    of_group = [score for score in scores(rows) if score.group == "held out"]
     whole = [row for row in rows if row["range_ms"]]
     inside = [r for r in whole if r["range_ms"][0] <= r["published_ms"] <= r["range_ms"][1]]
     ends = " and ".join(
-        f"{score.mean:.0%} (worst {score.worst:+.0%}) under `{score.model}`" for score in found
+        f"{score.mean:.0%} (worst {score.worst:+.0%}) under `{score.model}`" for score in of_group
     )
     return (
-        f"On {found[0].figures} published times of {found[0].facts} kernels and their "
+        f"On {of_group[0].figures} published times of {of_group[0].facts} kernels and their "
         f"engines, which no constant was fitted to, the mean error is {ends}. Of the "
         f"{len(whole)} times of whole kernels {len(inside)} lie in the range of all that is not "
         f"known.{_of_others()}"
@@ -238,10 +241,10 @@ def held_out() -> str:
 
 
 def _of_others() -> str:
-    found = document("nkibench")
-    if not found:
+    timed = document("nkibench")
+    if not timed:
         return ""
-    scored = score(found["kernels"])
+    scored = score(timed["kernels"])
     return (
         f" On {scored['kernels']} kernels that others wrote and timed on trn2 it is "
         f"{scored['mean_error']:.0%} (worst {scored['worst']:+.0%}), as far as their medians are "
@@ -253,12 +256,13 @@ def _of_students() -> str:
     rows = document("course")
     if not rows:
         return ""
-    found = summary(rows)
+    summed = summary(rows)
     return (
-        f" On {found['kernels']} times that others measured on trn1, trn2 and trn3, with a launch, "
-        f"the median error is {found['median_error']:.0%}, the mean {found['mean_error']:.0%} "
-        f"(worst {found['worst']:+.0%}), and {found['inside']} lie in their range; "
-        f"between both orders of instructions the mean is {found['mean_error_between']:.0%}."
+        f" On {summed['kernels']} times that others measured on trn1, trn2 and trn3, with a "
+        f"launch, the median error is {summed['median_error']:.0%}, "
+        f"the mean {summed['mean_error']:.0%} "
+        f"(worst {summed['worst']:+.0%}), and {summed['inside']} lie in their range; "
+        f"between both orders of instructions the mean is {summed['mean_error_between']:.0%}."
     )
 
 
@@ -317,10 +321,10 @@ def aws() -> str:
 
 def nkibench() -> str:
     """Kernels that others timed on a device: modelled time, order and bytes beside theirs."""
-    found = document("nkibench")
-    if not found:
+    timed = document("nkibench")
+    if not timed:
         return ""
-    rows, kernels = found["operators"], found["kernels"]
+    rows, kernels = timed["operators"], timed["kernels"]
     pairs, in_order = (sum(row[key] for row in rows) for key in ("pairs", "in_order"))
     told = [k for k in kernels if k["why"] is None and k["measured_mb"]]
     moved = [k["modelled_mb"] / k["measured_mb"] for k in told]
@@ -472,10 +476,10 @@ def _with_published(row: Row | None) -> str:
 
 def clock() -> list[str]:
     """Speed-ups of kernels under each DMA model."""
-    found = read("clock")
-    if found is None:
+    data = read("clock")
+    if data is None:
         return []
-    rows: list[Row] = [row for run in found["runs"] for row in run["document"]]
+    rows: list[Row] = [row for run in data["runs"] for row in run["document"]]
     published = {"xuv": "neuronmm_published", "svd_mlp": "neuronmm_published_mlp"}
     of = {(row["target"], row["kernel"], row["M"], row["K"]): row for row in rows}
     lines: list[list[str]] = []
@@ -483,12 +487,12 @@ def clock() -> list[str]:
         theirs = of.get((target, published.get(kernel, ""), M, K))
         if theirs is None or theirs["times_ms"] is None:
             continue
-        found = compared(row["times_ms"], theirs["times_ms"])
+        data = compared(row["times_ms"], theirs["times_ms"])
         ratios = ratios_of(row["times_ms"], theirs["times_ms"])
         lines.append(
             [
                 f"`{kernel}` [{M}, {K}], {target}",
-                ranged(found),
+                ranged(data),
                 *(f"{ratios[model]:.2f}" for model in DMA_MODELS),
                 span(row["time_low_ms"], row["time_high_ms"], 4, ""),
             ]

@@ -93,13 +93,13 @@ def plots() -> dict[str, Callable[[Path], None]]:
 def draw() -> list[Path]:
     """Draw every plot into docs/images and remove those that have no data any more."""
     with mpl.rc_context(STYLE):
-        found = plots()
-        for name, save in found.items():
+        savers = plots()
+        for name, save in savers.items():
             save(IMAGES / name)
     for path in IMAGES.glob("results-*"):
-        if path.name not in found:
+        if path.name not in savers:
             path.unlink()
-    return [IMAGES / name for name in found]
+    return [IMAGES / name for name in savers]
 
 
 def _saved(figure: Callable[[], Figure]) -> Callable[[Path], None]:
@@ -153,11 +153,11 @@ def _quality() -> Figure:
     return figure
 
 
-def _lines(axes: Axes, found: list[Quality]) -> None:
+def _lines(axes: Axes, qualities: list[Quality]) -> None:
     """A line a label: what the logarithm of the perplexity grows by, against bytes."""
     others = iter(mpl.colormaps["tab10"].colors[4:] * 2)  # pyright: ignore
-    for label in dict.fromkeys(each.label for each in found):
-        points = sorted((each.bytes, each.excess) for each in found if each.label == label)
+    for label in dict.fromkeys(each.label for each in qualities):
+        points = sorted((each.bytes, each.excess) for each in qualities if each.label == label)
         style = LINES.get(label) or {"color": next(others), "linewidth": 0.9, "marker": "."}
         x, y = zip(*points, strict=True)
         axes.plot(x, y, label=label, **style)
@@ -178,8 +178,8 @@ def _speeds(axes: Axes, speeds: list[tuple[str, float, Row]]) -> None:
     dense = variant(speeds[0][2], "dense")["tokens_per_s"]
     for storage in dict.fromkeys(storage for storage, _, _ in speeds):
         points = [
-            (ratio, variant(found, "low_rank")["tokens_per_s"])
-            for own, ratio, found in speeds
+            (ratio, variant(one, "low_rank")["tokens_per_s"])
+            for own, ratio, one in speeds
             if own == storage
         ]
         x, y = zip(*points, strict=True)
@@ -235,13 +235,13 @@ def _models() -> Figure:
 
     Dense matrices in the setting's storage are marked on its bar.
     """
-    found = {name: models(name) for name in SHAPES if models(name)}
+    by_model = {name: models(name) for name in SHAPES if models(name)}
     figure, panels = plt.subplots(
-        1, 2, figsize=(9, 0.9 + 0.45 * len(found)), sharey=True, layout="constrained"
+        1, 2, figsize=(9, 0.9 + 0.45 * len(by_model)), sharey=True, layout="constrained"
     )
     colors = (BLUE, GREEN, PINK, ORANGE)
     for axes, phase in zip(panels, ("decode", "prefill"), strict=True):
-        for place, documents in enumerate(found.values()):
+        for place, documents in enumerate(by_model.values()):
             for number, one in enumerate(documents):
                 speedup = one["speedups"]["ours"][phase]
                 middle, low, high = (speedup[end] for end in ("middle", "low", "high"))
@@ -256,7 +256,7 @@ def _models() -> Figure:
         axes.set_title(f"{phase}, modelled")
         axes.set_xlabel("speed-up over our dense bf16")
         axes.grid(visible=False, axis="y")
-    panels[0].set_yticks(range(len(found)), list(found))
+    panels[0].set_yticks(range(len(by_model)), list(by_model))
     panels[0].invert_yaxis()
     handles, labels = panels[0].get_legend_handles_labels()
     shown = dict(zip(labels, handles, strict=True))

@@ -44,16 +44,16 @@ def lint_rules() -> str:
 
 def run_rules() -> str:
     """A section for each rule of a run: its source, and the messages that it has."""
-    found: defaultdict[str, set[str]] = defaultdict(set)
+    messages: defaultdict[str, set[str]] = defaultdict(set)
     for message in _messages():
-        found[of_message(message, True, ("kernel.py", 1)).rule].add(message)
+        messages[of_message(message, True, ("kernel.py", 1)).rule].add(message)
     parts: list[str] = []
     for name, rule in RUN_RULES.items():
-        if found[name]:
+        if messages[name]:
             parts += [
                 f"### {name}\n\n{rule.what[0].upper()}{rule.what[1:]}. Source: {rule.source}.\n"
             ]
-            parts += [f"- {_cell(message)}" for message in sorted(found[name])]
+            parts += [f"- {_cell(message)}" for message in sorted(messages[name])]
             parts += [""]
     return "\n".join(parts).rstrip()
 

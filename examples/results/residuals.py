@@ -28,12 +28,12 @@ def residuals_page() -> str:
 
 
 def _blocks(trial: str, text: str, rows: list[Row]) -> list[str]:
-    found = [row for row in rows if (row["trial"], row["text"]) == (trial, text)]
+    shown = [row for row in rows if (row["trial"], row["text"]) == (trial, text)]
     return [
         f"## {trial}, {text}",
         table(
             ["what", "bytes, of bf16's", "KL, nats a token", "quotient"],
-            [_cells(row) for row in sorted(found, key=lambda row: row["bytes"])],
+            [_cells(row) for row in sorted(shown, key=lambda row: row["bytes"])],
         ),
     ]
 

@@ -64,7 +64,7 @@ def _family(name: str) -> str:
 def _source_row(name: str, members: list[Dataset]) -> list[str]:
     first = members[0]
     more = sum(len(dataset.commands) for dataset in members) - 1
-    told: list[Any] = [found["provenance"] for one in members if (found := read(one.name))]
+    told: list[Any] = [data["provenance"] for one in members if (data := read(one.name))]
     link = (
         f"[{name}](results/{name}.json)" if len(members) == 1 else f"{name}, {len(members)} files"
     )
@@ -84,7 +84,7 @@ def _kind(name: str) -> str:
 
 
 def _versions() -> list[str]:
-    told: Iterable[Any] = [found["provenance"] for name in datasets() if (found := read(name))]
+    told: Iterable[Any] = [data["provenance"] for name in datasets() if (data := read(name))]
     lines = dict.fromkeys(
         f"{each['machine']}; "
         + ", ".join(f"{name} {number}" for name, number in each["versions"].items())

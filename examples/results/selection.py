@@ -48,10 +48,10 @@ class Tradeoff:
 
 def document(dataset: str, command: str | None = None) -> Any:
     """What a command of a data set printed, the first by default; None where it has not run."""
-    found = read(dataset)
-    if found is None:
+    data = read(dataset)
+    if data is None:
         return None
-    runs = {run["command"]: run["document"] for run in found["runs"]}
+    runs = {run["command"]: run["document"] for run in data["runs"]}
     return runs[command or next(iter(runs))]
 
 
@@ -104,7 +104,7 @@ def tradeoffs() -> list[Tradeoff]:
     excess = {(each.label, each.ratio): each.excess for each in storages()}
     excess |= {("dense, bf16", 0.0): 0.0}
     labels = {"bf16": "bf16", "fp8": "fp8, equal ranks"}
-    found = dict[tuple[str, float], Tradeoff]()
+    points = dict[tuple[str, float], Tradeoff]()
     for storage, ratio, one in tradeoff_models():
         rival = "dense" if storage == "bf16" else "dense_one_byte"
         for name, own, label in (
@@ -113,33 +113,33 @@ def tradeoffs() -> list[Tradeoff]:
         ):
             if (label, own) in excess:
                 speed = variant(one, name)["tokens_per_s"]
-                found[storage, own] = Tradeoff(storage, own, speed, excess[label, own])
-    return sorted(found.values(), key=lambda each: each.ratio > 0)
+                points[storage, own] = Tradeoff(storage, own, speed, excess[label, own])
+    return sorted(points.values(), key=lambda each: each.ratio > 0)
 
 
 def tradeoff_models() -> list[tuple[str, float, Row]]:
     """Storage, ratio and the modelled document of each."""
     return [
-        (storage, ratio, found)
+        (storage, ratio, one)
         for storage in STORAGES
         for ratio in PARETO_RATIOS
-        if (found := document("pareto", model_command(SHOWN, ratio, storage, "mlp"))) is not None
+        if (one := document("pareto", model_command(SHOWN, ratio, storage, "mlp"))) is not None
     ]
 
 
 def front(points: list[Tradeoff]) -> list[Tradeoff]:
     """Those that no other one beats in both, by their tokens per second."""
-    best, found = math.inf, list[Tradeoff]()
+    best, frontier = math.inf, list[Tradeoff]()
     for point in sorted(points, key=lambda each: (-each.tokens_per_s, each.excess)):
         if point.excess < best:
-            found.append(point)
+            frontier.append(point)
             best = point.excess
-    return found[::-1]
+    return frontier[::-1]
 
 
-def variant(found: Row, name: str) -> Row:
+def variant(document: Row, name: str) -> Row:
     """One variant of a modelled document."""
-    return {row["name"]: row for row in found["variants"]}[name]
+    return {row["name"]: row for row in document["variants"]}[name]
 
 
 def models(name: str) -> list[Row]:
@@ -154,11 +154,11 @@ def gain_as_served(one: Row) -> str:
     return ranged(speedup_as_served(own, dense))
 
 
-def setting(found: Row) -> str:
+def setting(document: Row) -> str:
     """What was compressed in a modelled document, and how."""
-    return f"{found['targets']}, ratio {found['ratio']:g}, {found['storage'] or 'bf16'}"
+    return f"{document['targets']}, ratio {document['ratio']:g}, {document['storage'] or 'bf16'}"
 
 
-def model_name(found: Row) -> str:
+def model_name(document: Row) -> str:
     """The model of a modelled document, with its ranks where it takes several."""
-    return found["model"] + (f", tp {found['tp']}" if found["tp"] > 1 else "")
+    return document["model"] + (f", tp {document['tp']}" if document["tp"] > 1 else "")

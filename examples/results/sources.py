@@ -96,7 +96,7 @@ class Dataset:
 def datasets() -> dict[str, Dataset]:
     """Every data set by its name, in the order in which they run."""
     ratios = " ".join(str(ratio) for ratio in PARETO_RATIOS)
-    found = [
+    all_data = [
         Dataset("methods", (f"python benchmarks methods {_DEMO} --dtype float32",), 10),
         Dataset("storages", (f"python benchmarks storages {_DEMO} --ratio {ratios}",), 8),
         Dataset("divergence", ("python benchmarks divergence",), 15),
@@ -138,9 +138,9 @@ def datasets() -> dict[str, Dataset]:
         Dataset("course", ("python benchmarks course out/sources/course",), 2),
         Dataset("tensor_parallel", tuple(_divided()), 3),
     ]
-    found += [Dataset(f"model_{name}", tuple(_models(name)), 1) for name in SHAPES]
-    found += [Dataset(f"plan_{name}", tuple(_plans(name)), 0.5) for name in SHAPES]
-    return {dataset.name: dataset for dataset in found}
+    all_data += [Dataset(f"model_{name}", tuple(_models(name)), 1) for name in SHAPES]
+    all_data += [Dataset(f"plan_{name}", tuple(_plans(name)), 0.5) for name in SHAPES]
+    return {dataset.name: dataset for dataset in all_data}
 
 
 def model_command(model: str, ratio: float, storage: str, targets: str) -> str:
@@ -259,8 +259,8 @@ def read(name: str) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        commands = [run["command"] for run in found["runs"]]
+        data = json.loads(path.read_text(encoding="utf-8"))
+        commands = [run["command"] for run in data["runs"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no data set ({error}); run make results-data DATA={name}"
@@ -270,7 +270,7 @@ def read(name: str) -> dict[str, Any] | None:
         raise ValueError(
             f"{path} is of other commands than those of {name}; run make results-data DATA={name}"
         )
-    return found
+    return data
 
 
 def write_held_out() -> None:
@@ -384,6 +384,6 @@ def _git(*arguments: str) -> str:
 
 def machine_of(name: str) -> str:
     """On what a data set was made."""
-    found = read(name)
-    assert found is not None
-    return found["provenance"]["machine"]
+    data = read(name)
+    assert data is not None
+    return data["provenance"]["machine"]

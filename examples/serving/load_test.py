@@ -46,18 +46,18 @@ class Server:
         started = time.monotonic()
 
         def ask(thread: int) -> list[tuple[str, Answer]]:
-            found: list[tuple[str, Answer]] = []
+            answers: list[tuple[str, Answer]] = []
             while time.monotonic() < started + seconds:
-                prompt = prompts[(thread + len(found)) % len(prompts)]
-                found.append((prompt, complete(self.address, self.model, prompt, tokens)))
-            return found
+                prompt = prompts[(thread + len(answers)) % len(prompts)]
+                answers.append((prompt, complete(self.address, self.model, prompt, tokens)))
+            return answers
 
         with ThreadPoolExecutor(max_workers=threads) as pool:
-            found = [pair for each in pool.map(ask, range(threads)) for pair in each]
+            pairs = [pair for each in pool.map(ask, range(threads)) for pair in each]
         taken = time.monotonic() - started
-        self.answers += len(found)
-        self.wrong += sum(answer != self.alone[prompt] for prompt, answer in found)
-        self.tokens_per_s.append(sum(answer.tokens for _, answer in found) / taken)
+        self.answers += len(pairs)
+        self.wrong += sum(answer != self.alone[prompt] for prompt, answer in pairs)
+        self.tokens_per_s.append(sum(answer.tokens for _, answer in pairs) / taken)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,9 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, KeyError) as error:
         print(f"load_test: {error}", file=sys.stderr)
         return 2
-    found = [summary(server, servers[0]) for server in servers]
-    document = json.dumps({"options": vars(options), "servers": found}, indent=2)
-    print(document if options.json else table(found))
+    summaries = [summary(server, servers[0]) for server in servers]
+    document = json.dumps({"options": vars(options), "servers": summaries}, indent=2)
+    print(document if options.json else table(summaries))
     return int(any(server.wrong for server in servers))
 
 
@@ -106,8 +106,8 @@ def connect(address: str, prompts: Sequence[str], tokens: int) -> Server:
 def complete(address: str, model: str, prompt: str, tokens: int) -> Answer:
     """Ask for the greedy completion of a prompt."""
     body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-    found = request(f"{address}/v1/completions", body)
-    return Answer(found["choices"][0]["text"], found["usage"]["completion_tokens"])
+    response = request(f"{address}/v1/completions", body)
+    return Answer(response["choices"][0]["text"], response["usage"]["completion_tokens"])
 
 
 def request(address: str, body: dict[str, Any] | None = None) -> dict[str, Any]:

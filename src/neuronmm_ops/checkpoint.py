@@ -206,20 +206,20 @@ def check_tensors(headers: Mapping[str, TensorHeader], layers: Iterable[LayerRep
     """Refuse tensors of other shapes or dtypes than the record describes, and those missing."""
     for layer in layers:
         for tensor, expected in _expected(layer).items():
-            found = headers.get(tensor)
-            if not layer.is_replaced and (found is None or found.shape == expected[::-1]):
+            header = headers.get(tensor)
+            if not layer.is_replaced and (header is None or header.shape == expected[::-1]):
                 continue  # a tied weight, stored under its other name, or one of GPT-2, [K, N]
-            if found is None or found.shape != expected:
-                actual = f"the file has {'none' if found is None else list(found.shape)}"
+            if header is None or header.shape != expected:
+                actual = f"the file has {'none' if header is None else list(header.shape)}"
                 raise CheckpointError(
                     f"{tensor}: config.json asks for {list(expected)}, {actual}; "
                     "config and weights are not of the same checkpoint"
                 )
             allowed = _dtypes(layer, tensor)
-            if found.dtype not in allowed:
+            if header.dtype not in allowed:
                 raise CheckpointError(
                     f"{tensor}: config.json asks for {' or '.join(allowed)}, the file has "
-                    f"{found.dtype}; config and weights are not of the same checkpoint"
+                    f"{header.dtype}; config and weights are not of the same checkpoint"
                 )
         scale = f"{layer.name}.{'w' if layer.dense else 'u'}_scale"
         if layer.storage is None and scale in headers:

@@ -34,8 +34,8 @@ def versions() -> dict[str, str]:
 
 def installed_versions(*packages: str) -> dict[str, str]:
     """Return the versions of those packages that are installed."""
-    found = {package: version_of(package) for package in packages}
-    return {package: version for package, version in found.items() if version is not None}
+    versions = {package: version_of(package) for package in packages}
+    return {package: version for package, version in versions.items() if version is not None}
 
 
 @dataclass(frozen=True)
@@ -162,17 +162,17 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     path = directory / MANIFEST
     if not path.exists():
         return None
-    found = read_object(path)
-    if found.get("format_version") != FORMAT_VERSION:
+    manifest = read_object(path)
+    if manifest.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
             f"{path}: format_version must be {FORMAT_VERSION}, got "
-            f"{found.get('format_version')!r:.50}; it is damaged, or of another neuronmm-ops"
+            f"{manifest.get('format_version')!r:.50}; it is damaged, or of another neuronmm-ops"
         )
-    files, tensors = found.get("files"), found.get("tensors")
+    files, tensors = manifest.get("files"), manifest.get("tensors")
     is_whole = isinstance(files, dict) and all(isinstance(e, dict) for e in files.values())
     if not is_whole or not isinstance(tensors, dict):
         raise CheckpointError(f"{path} must hold the objects files and tensors; {_ACCEPT}")
-    return found
+    return manifest
 
 
 def check_weights(directory: Path, values: bool) -> dict[str, Any] | None:
@@ -189,11 +189,11 @@ def check_weights(directory: Path, values: bool) -> dict[str, Any] | None:
     Raises:
         CheckpointError: a file or a tensor is not what the manifest says, the first is named.
     """
-    found = read_manifest(directory)
-    if found is None:
+    manifest = read_manifest(directory)
+    if manifest is None:
         return None
     for path in weight_files(directory):
-        entry = found["files"].get(path.name)
+        entry = manifest["files"].get(path.name)
         if entry is None:
             raise CheckpointError(f"{path} is read, and {MANIFEST} does not list it; {_ACCEPT}")
         _check_size(path, entry)
@@ -201,10 +201,10 @@ def check_weights(directory: Path, values: bool) -> dict[str, Any] | None:
             raise _differs(path, "another header")
     if values:
         tensors = tensor_hashes(directory)
-        for name in sorted({*tensors, *found["tensors"]}):
-            if tensors.get(name) != found["tensors"].get(name):
+        for name in sorted({*tensors, *manifest["tensors"]}):
+            if tensors.get(name) != manifest["tensors"].get(name):
                 raise _differs(directory, f"other values of {name}")
-    return found
+    return manifest
 
 
 def verify(directory: Path) -> dict[str, Any]:
@@ -216,13 +216,13 @@ def verify(directory: Path) -> dict[str, Any]:
         CheckpointError: there is no manifest; or a file or a tensor is not what it says, the first
             is named.
     """
-    found = read_manifest(directory)
-    if found is None:
+    manifest = read_manifest(directory)
+    if manifest is None:
         raise CheckpointError(
             f"{directory} has no {MANIFEST} to verify it by; load it and save it by hf.save, or "
             "compress the model again"
         )
-    for name, entry in sorted(found["files"].items()):
+    for name, entry in sorted(manifest["files"].items()):
         path = directory / Path(name).name
         if not path.is_file():
             raise CheckpointError(f"{directory} lacks {name}, which {MANIFEST} lists; {_ACCEPT}")
@@ -230,7 +230,7 @@ def verify(directory: Path) -> dict[str, Any]:
         if "header_sha256" not in entry and _file_hash(path) != entry.get("sha256"):
             raise _differs(path, "other bytes")
     check_weights(directory, values=True)
-    return found
+    return manifest
 
 
 def _check_size(path: Path, entry: Mapping[str, Any]) -> None:

@@ -175,17 +175,17 @@ def _check_layers(config: dict[str, Any], path: Path) -> None:
     """Refuse what this shape would describe wrongly."""
     experts = {key: config[key] for key in _EXPERTS if config.get(key) not in (None, 0, 1)}
     kind = config.get("model_type")
-    found = [f"{key} {value!r}" for key, value in experts.items()]
-    found += [f"model_type {kind!r}"] if kind in _UNGATED else []
+    unsupported = [f"{key} {value!r}" for key, value in experts.items()]
+    unsupported += [f"model_type {kind!r}"] if kind in _UNGATED else []
     crossing = config.get("cross_attention_layers")
-    found += [f"cross_attention_layers {crossing!r}"] if crossing else []
+    unsupported += [f"cross_attention_layers {crossing!r}"] if crossing else []
     layer_types = config.get("layer_types")
     others = {*map(str, layer_types if isinstance(layer_types, list) else ())} - _ATTENTIONS
-    found += [f"layer_types {other!r}" for other in sorted(others)]
-    if found:
+    unsupported += [f"layer_types {other!r}" for other in sorted(others)]
+    if unsupported:
         raise ValueError(
             f"{path}: a layer has an attention and one MLP of gate, up and down projection; got "
-            f"{', '.join(found)}; give a config.json with such layers for an estimate"
+            f"{', '.join(unsupported)}; give a config.json with such layers for an estimate"
         )
 
 

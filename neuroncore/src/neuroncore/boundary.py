@@ -130,8 +130,8 @@ class Boundary:
         tensors: list[NkiTensor] = list(result) if many else [result]
         for t in tensors:
             self._check_output(t)
-        found = tuple([self._output(t) for t in tensors])
-        return found if many else found[0]
+        outputs = tuple([self._output(t) for t in tensors])
+        return outputs if many else outputs[0]
 
     def _check_output(self, t: Any) -> None:
         """An output is a tensor in shared HBM (migration guide) that instructions have written."""

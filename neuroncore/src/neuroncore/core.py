@@ -158,10 +158,10 @@ class KernelRun:
     def layout(self, shape: tuple[int, ...], dtype: DType, memory: MemoryRegion) -> Layout:
         """The layout that all tensors of this shape, dtype and memory share."""
         key = (shape, dtype, memory)
-        found = self.layouts.get(key)
-        if found is None:
-            found = self.layouts[key] = Layout(shape, dtype, memory)
-        return found
+        layout = self.layouts.get(key)
+        if layout is None:
+            layout = self.layouts[key] = Layout(shape, dtype, memory)
+        return layout
 
 
 class SimulatedCore:
@@ -265,14 +265,14 @@ class SimulatedCore:
         """
         key = (build, options, *map(_geometry, operands))
         try:
-            found = self.templates.get(key)
+            template = self.templates.get(key)
         except TypeError:  # a list among the options
             options = hashable(options)
             key = (build, options, *map(_geometry, operands))
-            found = self.templates.get(key)
-        if found is None:
-            found = self.templates[key] = self._new_template(build, operands, options)
-        return found
+            template = self.templates.get(key)
+        if template is None:
+            template = self.templates[key] = self._new_template(build, operands, options)
+        return template
 
     def _new_template(
         self, build: Build, operands: tuple[NkiTensor, ...], options: tuple[Any, ...]
@@ -281,12 +281,12 @@ class SimulatedCore:
         form = (build, options, *[t.geometry.form for t in operands])
         model = self.models.get(form)
         if model is None:
-            found = self.models[form] = build(*operands, *options)
-            self.prepare(found, operands)
-            return found
-        found = InstructionTemplate(*_fields(model))
-        _place(found, operands)
-        return found
+            template = self.models[form] = build(*operands, *options)
+            self.prepare(template, operands)
+            return template
+        template = InstructionTemplate(*_fields(model))
+        _place(template, operands)
+        return template
 
     def record(
         self,
@@ -358,7 +358,7 @@ class SimulatedCore:
         self, number: int, template: InstructionTemplate, operands: Sequence[NkiTensor]
     ) -> list[NkiTensor]:
         """The operands, those that loop variables move where they are in this iteration."""
-        found = list(operands)
+        placed = list(operands)
         moves: list[Move] = []
         for at, t in enumerate(operands):
             loop = t.index.loop if isinstance(t.index, VirtualRegister) else None
@@ -368,7 +368,7 @@ class SimulatedCore:
             last = place + (loop.trips - 1) * step if self.replay is None else place
             if t.geometry.holds(place) and t.geometry.holds(last):
                 geometry = t.geometry.moved(place)
-                found[at] = t.with_geometry(geometry, None)
+                placed[at] = t.with_geometry(geometry, None)
                 moves.append(Move(at, loop, geometry, step))
             elif not template.skips:
                 refuse(
@@ -377,7 +377,7 @@ class SimulatedCore:
                 )
         if moves and self.replay is None:
             self.trace.moves[number] = moves
-        return found
+        return placed
 
     def _check_written(
         self, template: InstructionTemplate, operands: Sequence[NkiTensor], at: int, region: int
@@ -439,16 +439,16 @@ def _settled(
     template: InstructionTemplate,
     arguments: Sequence[Any],
     operands: Sequence[NkiTensor],
-    found: Sequence[NkiTensor],
+    moved: Sequence[NkiTensor],
 ) -> list[Any]:
     """The arguments of an engine's instruction, with operands in the places that were found."""
-    for t in found:
+    for t in moved:
         if t.geometry.indirect is not None:
             refuse(
                 f"{template.opcode}: {t} has an index that is not a loop's variable, or runs out "
                 "of the tensor; only DMAs take others: copy it with dma_copy first"
             )
-    places = {id(t): settled for t, settled in zip(operands, found, strict=True)}
+    places = {id(t): settled for t, settled in zip(operands, moved, strict=True)}
     return [places.get(id(a), a) for a in arguments]
 
 

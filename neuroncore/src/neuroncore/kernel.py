@@ -151,9 +151,9 @@ def run(
 ) -> Simulation:
     """Run a kernel, in other orders of its cores too if asked. See `simulate`."""
     given = copy.deepcopy((args, kwargs)) if settings.schedules else ((), {})  # it may change them
-    found = _run(kernel, args, kwargs, settings)
+    simulation = _run(kernel, args, kwargs, settings)
     for observe in observers:
-        observe(found.profile)
+        observe(simulation.profile)
     for order in range(settings.schedules):
         try:
             other = _run(kernel, *copy.deepcopy(given), settings, order)
@@ -161,8 +161,8 @@ def run(
             raise NkiValidationError(
                 f"a race: one core after the other it ends, but not in order {order}: {error}"
             ) from None
-        same_values(found, other, order)
-    return found
+        same_values(simulation, other, order)
+    return simulation
 
 
 def _run(

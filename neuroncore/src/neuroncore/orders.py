@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from neuroncore.kernel import Simulation
 
 
-def same_values(found: Simulation, other: Simulation, order: int) -> None:
+def same_values(simulation: Simulation, other: Simulation, order: int) -> None:
     """Compare the outputs of two runs, to the bit.
 
     Raises:
@@ -25,7 +25,7 @@ def same_values(found: Simulation, other: Simulation, order: int) -> None:
             "schedules compares orders of cores that run at once, and the kernel runs on one, "
             "whose engines wait for the data they share; use kernel[2] (--lnc 2) or ranks"
         )
-    pairs = zip(as_arrays(found.outputs), as_arrays(other.outputs), strict=True)
+    pairs = zip(as_arrays(simulation.outputs), as_arrays(other.outputs), strict=True)
     for number, (a, b) in enumerate(pairs):
         if a.tobytes() == b.tobytes():
             continue

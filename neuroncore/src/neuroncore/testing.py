@@ -106,16 +106,16 @@ def assert_kernel(
                 problems.append(f"{name}: rule {of_message(str(error)).rule}: {error}")
                 continue
         profile = profiles[target] = done.profile
-        found = _warned(caught, allow)
-        found += _values(done.outputs, expected, rtol) if expected else []
-        found += _time(profile, max_time_ms) if max_time_ms is not None else []
-        found += _stored(name, profile, baseline) if baseline is not None else []
-        if _Chosen.artifacts is not None and (found or timeline):
+        failures = _warned(caught, allow)
+        failures += _values(done.outputs, expected, rtol) if expected else []
+        failures += _time(profile, max_time_ms) if max_time_ms is not None else []
+        failures += _stored(name, profile, baseline) if baseline is not None else []
+        if _Chosen.artifacts is not None and (failures or timeline):
             page = _Chosen.artifacts / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', name).strip('-')}.html"
             page.parent.mkdir(parents=True, exist_ok=True)
             profile.save_timeline(page)
-            found = [f"{text} [{page}]" for text in found]
-        problems += [f"{name}: {text}" for text in found]
+            failures = [f"{text} [{page}]" for text in failures]
+        problems += [f"{name}: {text}" for text in failures]
     if problems:
         raise AssertionError("\n".join(problems))
     return profiles
@@ -135,24 +135,26 @@ def _is_file(baseline: str | os.PathLike[str]) -> bool:
 
 
 def _warned(caught: Iterable[warnings.WarningMessage], allow: Collection[str]) -> list[str]:
-    found: list[str] = []
+    failures: list[str] = []
     for each in caught:
         rule = of_message(str(each.message)).rule
         if issubclass(each.category, NkiWarning) and rule not in allow:
             place = f"{os.path.basename(each.filename)}:{each.lineno}"
-            found.append(f'rule {rule}: {each.message} [{place}]; mend it, or allow=("{rule}",)')
-    return found
+            failures.append(f'rule {rule}: {each.message} [{place}]; mend it, or allow=("{rule}",)')
+    return failures
 
 
 def _values(outputs: Any, expected: Expected, rtol: float | None) -> list[str]:
     try:
-        found = agreements(outputs, expected)
+        compared = agreements(outputs, expected)
     except KernelError as error:
         return [f"values: {error}"]
     if rtol is not None:
-        found = [each.within(rtol) for each in found]
+        compared = [each.within(rtol) for each in compared]
     return [
-        f"values: {describe(each)}, of {expected.of} in fp64" for each in found if not each.agrees
+        f"values: {describe(each)}, of {expected.of} in fp64"
+        for each in compared
+        if not each.agrees
     ]
 
 

@@ -23,7 +23,7 @@ _OF_A_LINE = 8
 
 
 @contextlib.contextmanager
-def running_on(found: list[NkiValidationError]) -> Generator[None]:
+def running_on(refused: list[NkiValidationError]) -> Generator[None]:
     """In the block, collect what instructions and indices refuse, and run on.
 
     A refused instruction is left out, and all of its tensors count as written; an index out of
@@ -34,9 +34,9 @@ def running_on(found: list[NkiValidationError]) -> Generator[None]:
         for name in isa.__all__:
             issue = getattr(isa, name)
             if inspect.isfunction(issue) and name not in _ENDS and "dst" in _names(issue):
-                _replace(stack, isa, name, _left_out(issue, found))
+                _replace(stack, isa, name, _left_out(issue, refused))
         for name, inside in (("slice_of", _last_slice), ("index_of", _last_index)):
-            _replace(stack, views, name, _moved_in(getattr(views, name), inside, found))
+            _replace(stack, views, name, _moved_in(getattr(views, name), inside, refused))
         yield
 
 
@@ -49,19 +49,19 @@ def _replace(stack: contextlib.ExitStack, module: Any, name: str, value: Any) ->
     setattr(module, name, value)
 
 
-def _keep(error: NkiValidationError, found: list[NkiValidationError]) -> None:
+def _keep(error: NkiValidationError, refused: list[NkiValidationError]) -> None:
     """Add an error without its frames, which hold tensors; of a loop's the first few."""
-    if sum(known.place == error.place for known in found) < _OF_A_LINE:
-        found.append(error.with_traceback(None))
+    if sum(known.place == error.place for known in refused) < _OF_A_LINE:
+        refused.append(error.with_traceback(None))
 
 
-def _left_out(issue: Callable[..., Any], found: list[NkiValidationError]) -> Callable[..., Any]:
+def _left_out(issue: Callable[..., Any], refused: list[NkiValidationError]) -> Callable[..., Any]:
     @functools.wraps(issue)
     def attempt(*args: Any, **kwargs: Any) -> Any:
         try:
             return issue(*args, **kwargs)
         except NkiValidationError as error:
-            _keep(error, found)
+            _keep(error, refused)
         for value in (*args, *kwargs.values()):
             if isinstance(value, NkiTensor):
                 value.storage.initialised = True
@@ -72,7 +72,7 @@ def _left_out(issue: Callable[..., Any], found: list[NkiValidationError]) -> Cal
 
 
 def _moved_in(
-    check: Callable[..., Any], inside: Callable[[int, Any], Any], found: list[NkiValidationError]
+    check: Callable[..., Any], inside: Callable[[int, Any], Any], refused: list[NkiValidationError]
 ) -> Callable[..., Any]:
     @functools.wraps(check)
     def attempt(t: NkiTensor, dim: int, k: Any) -> Any:
@@ -82,7 +82,7 @@ def _moved_in(
             moved = inside(t.shape[dim], k)
             if moved is None:
                 raise
-            _keep(error, found)
+            _keep(error, refused)
             return moved
 
     return attempt

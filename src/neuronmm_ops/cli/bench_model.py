@@ -75,12 +75,12 @@ def _model(options: argparse.Namespace) -> dict[str, Any] | list[dict[str, Any]]
     return documents if len(documents) > 1 else documents[0]
 
 
-def show_model(found: dict[str, Any] | list[dict[str, Any]]) -> None:
+def show_model(shown: dict[str, Any] | list[dict[str, Any]]) -> None:
     """Print a table a phase, the variants side by side, and the speed-ups as ranges.
 
     Of several documents, which differ in tp: what each tp takes, and what its ranks exchange.
     """
-    documents = found if isinstance(found, list) else [found]
+    documents = shown if isinstance(shown, list) else [shown]
     document, tp = documents[0], ", ".join([str(each["tp"]) for each in documents])
     stdout.print(
         f"{document['model']} on {document['target']}, lnc {document['lnc']}, tp {tp}: "
@@ -114,14 +114,14 @@ def _show_one(document: dict[str, Any]) -> None:
         f"weights a KV cache of {memory['kv_cache_bytes'] / 1e9:.3g} GB and activations of "
         f"{memory['activation_bytes'] / 1e9:.3g} GB."
     )
-    cells = [[_SPEEDUPS[name], *_ratios(found)] for name, found in document["speedups"].items()]
+    cells = [[_SPEEDUPS[name], *_ratios(speedup)] for name, speedup in document["speedups"].items()]
     title = "Speed-ups, modelled: the middle, and the range of all that is not known"
     show_table(["", "prefill", "decode", "as served", "end to end"], cells, left=[""], title=title)
 
 
 def _show_draft(document: dict[str, Any]) -> None:
     """What a draft wins the dense model, by its acceptance."""
-    found = document["draft"]
+    draft = document["draft"]
     cells = [
         [
             row["acceptance"],
@@ -129,23 +129,23 @@ def _show_draft(document: dict[str, Any]) -> None:
             f"{row['tokens_per_s']:.4g}",
             _ratio(row["speedup"]),
         ]
-        for row in found["rows"]
+        for row in draft["rows"]
     ]
     title = (
-        f"Dense with a draft, tp {document['tp']}: {found['layers']} layers, "
-        f"{found['draft_ms']:.3g} ms a token; modelled, layers in one launch"
+        f"Dense with a draft, tp {document['tp']}: {draft['layers']} layers, "
+        f"{draft['draft_ms']:.3g} ms a token; modelled, layers in one launch"
     )
     show_table(["acceptance", "tokens ahead", "tokens/s", "over dense alone"], cells, title=title)
 
 
-def _ratio(found: dict[str, float]) -> str:
-    return f"{found['middle']:.2f}x\n{found['low']:.2f}-{found['high']:.2f}"
+def _ratio(ratio: dict[str, float]) -> str:
+    return f"{ratio['middle']:.2f}x\n{ratio['low']:.2f}-{ratio['high']:.2f}"
 
 
-def _ratios(found: dict[str, Any]) -> list[str]:
+def _ratios(speedup: dict[str, Any]) -> list[str]:
     """A speed-up by phase, over its range."""
-    decode = found["decode"]
-    each = (found["prefill"], decode, decode["as_served"], found["end_to_end"])
+    decode = speedup["decode"]
+    each = (speedup["prefill"], decode, decode["as_served"], speedup["end_to_end"])
     return [_ratio(ratio) for ratio in each]
 
 

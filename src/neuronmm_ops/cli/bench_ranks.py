@@ -55,11 +55,11 @@ def show_layouts(document: dict[str, Any]) -> None:
     dense, low = variants["dense"], variants["low_rank"]
     columns = ["", "", "exchanged", "wire KB", "links us", "launches us", "us", "MB a rank"]
     for phase, title in PHASES.items():
-        found = _shown(low["phases"][phase]["layouts"])
+        layouts = _shown(low["phases"][phase]["layouts"])
         of_dense = {row["component"]: row for row in dense["phases"][phase]["layouts"]}
         cells: list[list[object] | None] = []
-        for component in dict.fromkeys([row["component"] for row in found]):
-            rows = [row for row in found if row["component"] == component]
+        for component in dict.fromkeys([row["component"] for row in layouts]):
+            rows = [row for row in layouts if row["component"] == component]
             shown = [row for row in rows if row["taken"] or len(_names(row)) == 1]
             cells += [_layout(row) for row in (of_dense[component], *shown)]
             cells.append(None)

@@ -69,8 +69,8 @@ def _show_onnx(document: dict[str, Any]) -> None:
 def _export(options: argparse.Namespace) -> dict[str, Any]:
     from neuronmm_ops.engines.nxdi import export
 
-    found = export(options.model, options.output, options.tp, options.divide, options.dtype)
-    return found.to_dict()
+    report = export(options.model, options.output, options.tp, options.divide, options.dtype)
+    return report.to_dict()
 
 
 def _show(document: dict[str, Any]) -> None:

@@ -145,13 +145,13 @@ def numbers_of(option: str, text: str, such_as: str = "8,32") -> list[int]:
         ValueError: one is no number, smaller than 1, or larger than `LARGEST`.
     """
     try:
-        found = [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        found = [0]
-    if min(found) < 1 or max(found) > LARGEST:
-        limit = f"at least 1, and at most {LARGEST}" if max(found) > LARGEST else "at least 1"
+        numbers = [0]
+    if min(numbers) < 1 or max(numbers) > LARGEST:
+        limit = f"at least 1, and at most {LARGEST}" if max(numbers) > LARGEST else "at least 1"
         raise ValueError(f"{option} must be numbers of {limit}, such as {such_as}; got {text!r}")
-    return found
+    return numbers
 
 
 def add_texts(command: argparse.ArgumentParser) -> None:

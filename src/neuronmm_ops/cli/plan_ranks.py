@@ -46,7 +46,9 @@ def _row(
     dense = plan_xw(tokens, own.K, own.N, *settings.machine)
     plans = _plans(shapes, bool(sent), tokens, settings) if own.r else [dense]
     of_dense = exchanged(links, group, "dense", tokens, 0, own.N)
-    links_ms, dense_links_ms = (sum([each.ms for each in found]) for found in (sent, of_dense))
+    links_ms, dense_links_ms = (
+        sum([each.ms for each in collectives]) for collectives in (sent, of_dense)
+    )
     return {
         "M": tokens,
         "tp": links.tp,

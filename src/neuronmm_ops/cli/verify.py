@@ -20,13 +20,16 @@ def _verify(options: argparse.Namespace) -> dict[str, Any]:
     from neuronmm_ops.manifest import verify
 
     read_config(options.model)  # says what is wrong with a path that is no model's
-    found = verify(options.model)
+    manifest = verify(options.model)
     return {
         "dir": str(options.model),
-        "files": len(found["files"]),
-        "tensors": len(found["tensors"]),
-        "bytes": sum(entry["bytes"] for entry in found["files"].values()),
-        **{key: found[key] for key in ("weights_sha256", "made_by", "source", "texts", "versions")},
+        "files": len(manifest["files"]),
+        "tensors": len(manifest["tensors"]),
+        "bytes": sum(entry["bytes"] for entry in manifest["files"].values()),
+        **{
+            key: manifest[key]
+            for key in ("weights_sha256", "made_by", "source", "texts", "versions")
+        },
     }
 
 

@@ -45,12 +45,12 @@ def candidates(
         config: what was asked for.
         dtypes: of the Linears' weights as they will be stored.
     """
-    found, linears = [config], select_targets(model, config, only_text=True).linears
+    configs, linears = [config], select_targets(model, config, only_text=True).linears
     if not config.prune_share:
-        found += compared(model, config, dtypes)
+        configs += compared(model, config, dtypes)
     other = {"kfac": "kfac-drift", "kfac-drift": "kfac"}.get(config.method)
     if other and config.allocation == "greedy":
-        found.append(replace(config, method=other))
+        configs.append(replace(config, method=other))
     free = {
         "budget": "parameters",
         "target": None,
@@ -65,14 +65,14 @@ def candidates(
             *(set(storages_of(each.in_features, each.out_features)) for each in linears.values())
         )
         whole = [replace(plain, ratio=0, storage=name) for name in STORAGES if name in fitting]
-        found += [each for each in whole if is_within(config, each, linears, dtypes)]
+        configs += [each for each in whole if is_within(config, each, linears, dtypes)]
     uniform = replace(plain, method="whiten", allocation="uniform", importance=None, alpha=0.0)
     if config.budget == "parameters":
-        return [*found, uniform]
+        return [*configs, uniform]
     steps = [config.ratio + step / 20 for step in range(20)]
     ratios = (replace(uniform, ratio=ratio) for ratio in steps if ratio < 1)
     within = (each for each in ratios if is_within(config, each, linears, dtypes))
-    return [*found, *islice(within, 1)]
+    return [*configs, *islice(within, 1)]
 
 
 def nearest(
@@ -110,20 +110,20 @@ def nearest(
     step = min(EVERY, len(blocks))
     apart = blocks[step - 1 :: step]
     rest = [block for index, block in enumerate(blocks, start=1) if index % step]
-    found: list[float] = []
+    divergences: list[float] = []
     for config in configs:
         candidate = copy.deepcopy(model)
         try:
             compress_(candidate, config, rest, dtypes=dtypes)
         except NoAllocationError:
-            found.append(math.inf)
-            if len(found) == len(configs) and min(found) == math.inf:
+            divergences.append(math.inf)
+            if len(divergences) == len(configs) and min(divergences) == math.inf:
                 raise
         else:
-            found.append(divergence(model, candidate, apart))
+            divergences.append(divergence(model, candidate, apart))
         if progress:
-            progress("compare", len(found), len(configs))
-    return configs[found.index(min(found))], found
+            progress("compare", len(divergences), len(configs))
+    return configs[divergences.index(min(divergences))], divergences
 
 
 def described(configs: Sequence[SVDConfig], divergences: Sequence[float]) -> str:
@@ -132,9 +132,9 @@ def described(configs: Sequence[SVDConfig], divergences: Sequence[float]) -> str
     return "; ".join(
         f"{config.method} {config.allocation} {config.storage or 'without storage'}"
         + (f" narrower {config.prune_share:g}" if config.prune_share else "")
-        + f" {found:.3g}"
+        + f" {divergence:.3g}"
         + (" (taken)" if index == least else "")
-        for index, (config, found) in enumerate(zip(configs, divergences, strict=True))
+        for index, (config, divergence) in enumerate(zip(configs, divergences, strict=True))
     )
 
 
@@ -148,8 +148,8 @@ def divergence(model: nn.Module, other: nn.Module, blocks: Sequence[Tensor]) -> 
     total, tokens = 0.0, 0
     for block in blocks:
         with eval_mode(model), eval_mode(other), fast_products(model):
-            dense, found = (F.log_softmax(m(block).logits.float(), -1) for m in (model, other))
-        total += float(F.kl_div(found, dense, reduction="sum", log_target=True))
+            dense, log_probs = (F.log_softmax(m(block).logits.float(), -1) for m in (model, other))
+        total += float(F.kl_div(log_probs, dense, reduction="sum", log_target=True))
         tokens += block.numel()
     if not torch.isfinite(torch.tensor(total)):
         raise NonFiniteError(f"the divergence must be finite, got {total}; check the weights")

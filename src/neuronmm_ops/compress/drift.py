@@ -105,9 +105,9 @@ def follow_drift(
         for layer in layers:
             inside = [n.removeprefix(layer.prefix) for n in ranks if n.startswith(layer.prefix)]
             for group in layer.groups(inside):
-                found, losses = find.group(layer, group)
-                swap_modules_(layer.compressed, found)
-                for name, factors in found.items():
+                group_factors, losses = find.group(layer, group)
+                swap_modules_(layer.compressed, group_factors)
+                for name, factors in group_factors.items():
                     loss = torch.tensor(losses[name], dtype=torch.float64)
                     tensors = {**_named(factors), "loss": loss}
                     source.keep("drift", layer.prefix + name, tensors)

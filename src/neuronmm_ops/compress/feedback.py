@@ -126,13 +126,13 @@ def _best_scales(v: Tensor, weights: Tensor, scale: Tensor, storage: WeightStora
         storage: one whose rows share scales.
     """
     assert storage.group is not None
-    found = torch.empty_like(scale)
+    best = torch.empty_like(scale)
     groups = zip(v.split(storage.group), weights.split(storage.group), scale, strict=True)
     for group, (rows, weight, largest) in enumerate(groups):
         tried = bfloat16(largest * torch.tensor(SHARES).to(v)[:, None], up=True)
         errors = [weight @ (storage.nearest(rows / s) * s - rows).square() for s in tried]
-        found[group] = tried.gather(0, torch.stack(errors).argmin(0, keepdim=True))[0]
-    return found
+        best[group] = tried.gather(0, torch.stack(errors).argmin(0, keepdim=True))[0]
+    return best
 
 
 def whole_scale(v: Tensor, storage: WeightStorage) -> Tensor | None:

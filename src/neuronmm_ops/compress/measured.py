@@ -51,13 +51,13 @@ class Divergence:
         """Return it in nats a token, the Linear computing `x @ matrix`, `[K, N]`."""
         with as_dense_linear(self._model.get_submodule(name)).computing(matrix):
             sums = [
-                F.kl_div(found, dense, reduction="sum", log_target=True)
-                for found, dense in zip(self._predicted(), self._dense, strict=True)
+                F.kl_div(log_probs, dense, reduction="sum", log_target=True)
+                for log_probs, dense in zip(self._predicted(), self._dense, strict=True)
             ]
-        found = float(torch.stack(sums).sum()) / sum(map(len, self._dense))
-        if not np.isfinite(found):
-            raise NonFiniteError(f"{name}: the divergence must be finite, got {found}")
-        return found
+        divergence = float(torch.stack(sums).sum()) / sum(map(len, self._dense))
+        if not np.isfinite(divergence):
+            raise NonFiniteError(f"{name}: the divergence must be finite, got {divergence}")
+        return divergence
 
     @torch.no_grad()
     def _predicted(self) -> Iterator[Tensor]:
@@ -136,8 +136,8 @@ def losses_of(
             after = pair_loss(*pair.widened(torch.float64), target, H, metric) / tokens
             rounding[row, column] = max(0.0, after - before)
     probes = [coarsest, *((u[:, :r] @ v[:r], lost) for r, lost in zip(ranks, exact, strict=True))]
-    found = [
+    losses = [
         max(divergence.of(name, matrix) / lost, LEAST) if lost > 0 else 1.0
         for matrix, lost in probes
     ]
-    return Losses(torch.tensor(ranks), torch.tensor(found, dtype=torch.float64), rounding)
+    return Losses(torch.tensor(ranks), torch.tensor(losses, dtype=torch.float64), rounding)

@@ -113,8 +113,8 @@ def _compress(
     """Replace targets by pairs and stored matrices; `asked` is the ratio of the wider MLPs."""
     model, progress = source.model, source.progress
     selection = select_targets(model, config, only_text)
-    found = {**selection.linears, **selection.head}.items()
-    dtypes = {name: linear.weight.dtype for name, linear in found} | dict(source.dtypes)
+    selected = {**selection.linears, **selection.head}.items()
+    dtypes = {name: linear.weight.dtype for name, linear in selected} | dict(source.dtypes)
     check_storage(config, selection.linears, dtypes)
     stored, targets = selection.storages(config), selection.linears | selection.head
     limits = rank_limits(config, selection.linears, dtypes) | dict.fromkeys(selection.head)
@@ -153,8 +153,8 @@ def _compress(
     factors = workers.exchange(local, workers.spread(task.replaced), task.replaced)
     if drifting:
         left = {n: ranks[n] for n in drifting if ranks[n] is not None or n in stored}
-        found, lost = follow_drift(source, config.method, left, stored, gradients)
-        factors, losses = factors | found, losses | lost
+        drifted, lost = follow_drift(source, config.method, left, stored, gradients)
+        factors, losses = factors | drifted, losses | lost
     parameters = dense_parameters(model) + (narrowed.parameters if narrowed else 0)
     report = CompressionReport(
         config=config if asked is None else replace(config, ratio=asked),

@@ -108,7 +108,7 @@ def prune_to_(
     In a block of `workers.together` all processes share the work.
     """
     inner = inner_features(model, mlps)
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    narrowed: dict[str, tuple[Tensor, Tensor]] = {}
     losses: dict[str, float] = {}
     downs = downs_of(mlps)
     owners = workers.spread(downs)
@@ -117,10 +117,10 @@ def prune_to_(
         if owners[name] != workers.index():
             continue
         columns, narrow, losses[name] = narrowed_down(name, mlps[name].down.weight, moment, kept)
-        found[name] = columns, narrow
+        narrowed[name] = columns, narrow
         if progress:
-            progress("prune", len(found), len(mlps))
-    for name, (columns, narrow, *_) in workers.exchange(found, owners, downs).items():
+            progress("prune", len(narrowed), len(mlps))
+    for name, (columns, narrow, *_) in workers.exchange(narrowed, owners, downs).items():
         narrow_(mlps[name], columns, narrow)
     text_config(model).intermediate_size = kept
     losses = workers.gather_names(losses)
@@ -130,7 +130,7 @@ def prune_to_(
 def mlps_of(model: nn.Module) -> dict[str, MLP]:
     """The MLPs of the text decoder, by the name of the Linear that reads their inner features."""
     decoder, read = set(text_decoder(model).modules()), text_modules(model)
-    found: dict[str, MLP] = {}
+    mlps: dict[str, MLP] = {}
     for name, module in model.named_modules():
         if module not in decoder:
             continue
@@ -143,8 +143,8 @@ def mlps_of(model: nn.Module) -> dict[str, MLP]:
             if module not in read:
                 raise ValueError(f"{name} is an MLP that text does not pass; compress the model")
             *into, down = cast("list[nn.Linear]", [linears[child] for child in (*names, last)])
-            found[f"{name}.{last}"] = MLP(tuple(into), down)
-    return found
+            mlps[f"{name}.{last}"] = MLP(tuple(into), down)
+    return mlps
 
 
 def downs_of(mlps: Mapping[str, MLP]) -> dict[str, DenseLinear]:

@@ -115,20 +115,20 @@ def select_targets(model: nn.Module, config: SVDConfig, only_text: bool = False)
 def _stored_head(
     head: nn.Module | None, candidates: Mapping[str, DenseLinear], shared: Mapping[str, str]
 ) -> dict[str, DenseLinear]:
-    found = {name: linear for name, linear in candidates.items() if linear.module is head}
-    if not found:
+    heads = {name: linear for name, linear in candidates.items() if linear.module is head}
+    if not heads:
         got = "none" if head is None else type(head).__name__
         raise ValueError(
             f"head_storage needs an output head that is an nn.Linear, got {got}; leave it out"
         )
-    (name,) = found
+    (name,) = heads
     if name in shared:
         raise ValueError(
             f"head_storage needs a head with a weight of its own, {name} shares it with "
             f"{shared[name]}; leave it out, or save the model with tie_word_embeddings false and a "
             "copy of the weight first"
         )
-    return found
+    return heads
 
 
 def matches(target: str, name: str) -> bool:

@@ -123,14 +123,14 @@ def shares(
     tried: Sequence[float],
 ) -> list[SVDConfig]:
     """Return the config with each `prune_share` that is tried and the model and budget allow."""
-    found: list[SVDConfig] = []
+    configs: list[SVDConfig] = []
     for share in tried:
         try:
             kept_width(model, each := replace(config, prune_share=share), dtypes, only_text=True)
         except ValueError:
             continue
-        found.append(each)
-    return found
+        configs.append(each)
+    return configs
 
 
 def _costs(

@@ -74,8 +74,8 @@ def run(
     rows: list[dict[str, Any]] = []
     total = 2 + len(ratios) * (len(WAYS) + 2)
 
-    def add(name: str, found: Any, size: int, ratio: float = 0.0, effective: float = 0.0) -> None:
-        ppl = token_perplexity(found, tokens, SEQLEN).ppl_token
+    def add(name: str, variant: Any, size: int, ratio: float = 0.0, effective: float = 0.0) -> None:
+        ppl = token_perplexity(variant, tokens, SEQLEN).ppl_token
         rows.append(
             {
                 "model": name,
@@ -111,8 +111,8 @@ def run(
                 options: dict[str, Any] = {"samples": SAMPLES, "seqlen": SEQLEN}
                 report = hf.compress(model, config, calibration, target, **options, dtype="float32")
                 size = sum(layer.bytes for layer in report.layers)
-                found = hf.load_computing(target, "float32")
-                add(name, found, size, ratio, report.effective_ratio)
+                variant = hf.load_computing(target, "float32")
+                add(name, variant, size, ratio, report.effective_ratio)
             add_dense("narrower", ratio)
         dtype = compute_dtype(torch.bfloat16)
         (timed,) = cpu.run(cpu.CpuOptions(TIMED_SHAPE, ("xuv",), (TIMED_RATIO,), (1,), dtype, 20))

@@ -69,8 +69,10 @@ def operands(problem: Problem) -> tuple[Any, ...]:
 def layer_error_ratio(problem: Problem, tensors: tuple[Any, ...], results: Any) -> float:
     """The greatest `error_ratio` of a layer's results, caches included, by the CPU's."""
     wide, plain = [_reference(problem, tensors, each) for each in (torch.float64, None)]
-    found = zip(results, wide, plain, strict=True)
-    return max([error_ratio(actual.view(exact.shape), exact, own) for actual, exact, own in found])
+    outputs = zip(results, wide, plain, strict=True)
+    return max(
+        [error_ratio(actual.view(exact.shape), exact, own) for actual, exact, own in outputs]
+    )
 
 
 def _reference(problem: Problem, tensors: tuple[Any, ...], wider: torch.dtype | None) -> list[Any]:

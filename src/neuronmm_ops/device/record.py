@@ -100,15 +100,15 @@ def resume(new: Record, directory: Path) -> Record:
     path = directory / FILE
     if not path.exists():
         return new
-    found = _read(path)
+    earlier = _read(path)
     for what in ("target", "device", "versions", "predicted"):
-        there, here = getattr(found, what), getattr(new, what)
+        there, here = getattr(earlier, what), getattr(new, what)
         if there != here:
             raise ValueError(
                 f"{path} is of {what} {_shown(there, here)}, this run has {_shown(here, there)}; "
                 "choose another -o"
             )
-    return replace(found, environment=new.environment)
+    return replace(earlier, environment=new.environment)
 
 
 def _shown(value: Any, other: Any) -> str:

@@ -146,11 +146,11 @@ def programme(target: str) -> list[Item]:
 
 
 def _new(runner: Runner) -> Record:
-    found = diagnose()
-    versions = {name: version for name, version in found["versions"].items() if version}
+    diagnosis = diagnose()
+    versions = {name: version for name, version in diagnosis["versions"].items() if version}
     predicted = {"commit": frozen().commit, "source": frozen().source}
     settings = {name: os.environ[name] for name in os.environ if name.startswith(SETTINGS)}
-    machine = {**found, "instance": instance_type(), "variables": settings}
+    machine = {**diagnosis, "instance": instance_type(), "variables": settings}
     return Record(runner.target, runner.name, versions, predicted, machine)
 
 
@@ -199,12 +199,12 @@ def _row(item: Item, worker: Worker, left_s: float) -> Finding | None:
         return failed("refused", error)
     if not (math.isfinite(time_us) and time_us > 0):
         return failed("refused", ValueError(f"a launch took {time_us:g} us by the clock"))
-    found = Finding(item.step, item.name, "measured", item.prediction, remark, time_us, ratio)
+    finding = Finding(item.step, item.name, "measured", item.prediction, remark, time_us, ratio)
     if ratio is None or ratio <= WRONG:
-        return found
+        return finding
     reason = f"values are off by {ratio:.3g} times what their dtype excuses"
     finite = ratio if math.isfinite(ratio) else None
-    return replace(found, status="wrong", reason=reason, error_ratio=finite)
+    return replace(finding, status="wrong", reason=reason, error_ratio=finite)
 
 
 def measure_kernel(runner: Runner, case: KernelCase, prediction: Prediction) -> Found:

@@ -51,8 +51,8 @@ def acceptance(model: PreTrainedModel, draft: PreTrainedModel, contexts: Context
     """Return the shares over all tokens of the continuations."""
 
     def logits(each: PreTrainedModel, row: Tensor) -> Tensor:
-        found = each(input_ids=row[None], use_cache=False).logits
-        return found[0, contexts.prompt - 1 : -1].float()
+        logits = each(input_ids=row[None], use_cache=False).logits
+        return logits[0, contexts.prompt - 1 : -1].float()
 
     agreed = [
         (logits(model, row).argmax(-1) == logits(draft, row).argmax(-1)).double().mean()

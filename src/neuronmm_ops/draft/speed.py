@@ -59,10 +59,10 @@ def modelled(model: str, draft: str, ahead: Sequence[int], target: str) -> Costs
     """
     shape, own = resolve_shape(model), resolve_shape(draft)
     on: dict[str, Any] = {"target": target, "lnc": 1, "tp": 1, "batch": 1}
-    found = recorded(draft, own)
-    assert found is not None  # `draft` was written by this package
+    record = recorded(draft, own)
+    assert record is not None  # `draft` was written by this package
     dense = Decoder.uniform(shape, linears(shape), **on)
-    low_rank = Decoder(whole=own, **found.own._asdict(), **on)
+    low_rank = Decoder(whole=own, **record.own._asdict(), **on)
 
     def pass_ms(decoder: Decoder, tokens: int) -> float:
         return pass_times(decoder, tokens, MODELLED_CACHED)[ENDS[0]]

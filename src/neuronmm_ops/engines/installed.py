@@ -76,14 +76,14 @@ def _found(engine: _Engine) -> InstalledEngine:
 
 def _first(*names: str) -> tuple[str, str | None]:
     """The first of several distributions of one engine that is installed, and its version."""
-    found = ((name, version_of(name)) for name in names)
-    return next((each for each in found if each[1] is not None), (names[0], None))
+    packages = ((name, version_of(name)) for name in names)
+    return next((each for each in packages if each[1] is not None), (names[0], None))
 
 
 def _plugin(name: str) -> tuple[bool, str | None]:
     """Whether our entry point is registered, and what keeps vLLM from calling it."""
-    found = entry_points(group=GROUP, name=name)
-    if _PLUGINS[name] not in {entry.value for entry in found}:
+    plugins = entry_points(group=GROUP, name=name)
+    if _PLUGINS[name] not in {entry.value for entry in plugins}:
         return False, f"no entry point {name} in {GROUP}; install neuronmm-ops again, here"
     allowed = os.environ.get(PLUGINS_VARIABLE)
     if allowed is not None and name not in allowed.split(","):
@@ -109,8 +109,8 @@ def _later_transformers() -> list[str | None]:
 
 
 def _nxdi() -> list[str | None]:
-    found = _found(_NXDI)
-    return [None if found.usable else f"{found.name}: {found.reason}"]
+    nxdi = _found(_NXDI)
+    return [None if nxdi.usable else f"{nxdi.name}: {nxdi.reason}"]
 
 
 _UNTESTED = "; untested on hardware"

@@ -143,14 +143,14 @@ class Member(nn.Module):
                 or see `check`.
             NonFiniteError: see `check`.
         """
-        name, found = f"{self.name}.{key}", list(whole.shape)
+        name, shape = f"{self.name}.{key}", list(whole.shape)
         if key not in self.shapes:
             if key == "weight" and not whole.numel():
                 return  # the placeholder beside factors
             raise CheckpointError(
-                f"{name}: config.json says nothing of it, the file has {found}; {MISMATCH}"
+                f"{name}: config.json says nothing of it, the file has {shape}; {MISMATCH}"
             )
-        expected, given = str(list(self.shapes[key])), str(found)
+        expected, given = str(list(self.shapes[key])), str(shape)
         if whole.shape == self.shapes[key]:
             dtypes = FLOAT_DTYPES if self.storage is None else (getattr(self, key).dtype,)
             expected, given = " or ".join(map(name_of, dtypes)), name_of(whole.dtype)
@@ -184,12 +184,12 @@ class Member(nn.Module):
 
     def state(self) -> dict[str, Tensor]:
         """Return this rank's tensors, matrices as `[N, K]`: their own memory unless packed."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for key in self.shapes:
             kept = getattr(self, key).detach()
             matrix = kept if key == "weight" else kept.t()
-            found[key] = unpacked(self.packed[key], matrix) if kept.is_meta else matrix
-        return found
+            tensors[key] = unpacked(self.packed[key], matrix) if kept.is_meta else matrix
+        return tensors
 
     def part(self, key: str, rank: int) -> tuple[int, list[slice], tuple[int, ...]]:
         """Return which part of a tensor a rank has: slices of a dimension, filled up to a shape."""
@@ -219,12 +219,12 @@ class Member(nn.Module):
         for own, width in zip(slices, widths if len(slices) > 1 else [shape[dim]], strict=True):
             # An empty slice of a file is an error: a rank without a column reads one and drops it.
             count = own.stop - own.start
-            found = view[(slice(None),) * dim + (own if count else slice(0, 1),)]
+            rows = view[(slice(None),) * dim + (own if count else slice(0, 1),)]
             if result is None:
-                result = found.new_zeros(shape)
-            found = found.narrow(dim, 0, min(count, found.shape[dim]))
+                result = rows.new_zeros(shape)
+            rows = rows.narrow(dim, 0, min(count, rows.shape[dim]))
             target = result.narrow(dim, at, width)
-            target[tuple(slice(0, size) for size in found.shape)] = found
+            target[tuple(slice(0, size) for size in rows.shape)] = rows
             at += width
         assert result is not None
         return result
@@ -399,13 +399,13 @@ def unpacked(product: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
 
     Products with rows of the identity are exact in every dtype.
     """
-    found = torch.empty_like(weight, device="cpu")
+    dense = torch.empty_like(weight, device="cpu")
     for start in range(0, weight.shape[1], ROWS_AT_A_TIME):
-        columns = found[:, start : start + ROWS_AT_A_TIME]
-        rows = found.new_zeros(columns.shape[1], weight.shape[1])
+        columns = dense[:, start : start + ROWS_AT_A_TIME]
+        rows = dense.new_zeros(columns.shape[1], weight.shape[1])
         rows.diagonal(start).fill_(1)
         columns.copy_(product(rows).t())
-    return found
+    return dense
 
 
 def _is_grouped(storage: str | None) -> bool:

@@ -23,8 +23,8 @@ def lows(x: Tensor, members: Sequence[Any], ranks: EngineRanks) -> list[Tensor |
     if low and pairs[0].place.gathers:  # all at once
         every = ranks.gather(joined(low))
         low = split_gathered(every, [pair.u.shape[1] for pair in pairs], ranks.size)
-    found = iter(low)
-    return [next(found) if isinstance(member, Pair) else None for member in members]
+    products = iter(low)
+    return [next(products) if isinstance(member, Pair) else None for member in members]
 
 
 def columns(

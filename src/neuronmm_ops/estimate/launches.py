@@ -48,8 +48,8 @@ class PassCost(NamedTuple):
     def plus(self, other: PassCost, times: float = 1) -> PassCost:
         """The sum of this and so many of the other."""
         both = zip(self.times_ms, other.times_ms, strict=True)
-        found = tuple([own + times * more for own, more in both])
-        return PassCost(found, self.hbm_bytes + times * other.hbm_bytes)
+        times_ms = tuple([own + times * more for own, more in both])
+        return PassCost(times_ms, self.hbm_bytes + times * other.hbm_bytes)
 
 
 _traced: dict[tuple[Any, ...], PassCost] = {}

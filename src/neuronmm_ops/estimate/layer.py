@@ -162,10 +162,10 @@ class Part:
             PlannedKernel(kernel, operands, {"blocks": choice}) for choice in dict.fromkeys(blocks)
         ]
         refused = [self._refusal(launch) for launch in launches]
-        found = [launch for launch, error in zip(launches, refused, strict=True) if error is None]
-        if not found and refused[0] is not None:
+        fitting = [launch for launch, error in zip(launches, refused, strict=True) if error is None]
+        if not fitting and refused[0] is not None:
             raise refused[0]
-        return found
+        return fitting
 
     def _refusal(self, launch: PlannedKernel) -> NkiValidationError | None:
         """Why a launch does not run on the target."""

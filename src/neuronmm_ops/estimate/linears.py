@@ -21,7 +21,7 @@ def selection(shape: ModelShape, targets: Sequence[str]) -> set[str]:
         ValueError: a target selects none.
     """
     parents = {name: "mlp" if name in MLP else "self_attn" for name in shape.projections}
-    found: set[str] = set()
+    names: set[str] = set()
     for target in targets:
         of_target = {n for n, parent in parents.items() if matches(target, f"layer.{parent}.{n}")}
         if not of_target:
@@ -29,8 +29,8 @@ def selection(shape: ModelShape, targets: Sequence[str]) -> set[str]:
                 f"targets must select Linears of a layer ({', '.join(parents)}); {target!r} "
                 "selects none"
             )
-        found |= of_target
-    return found
+        names |= of_target
+    return names
 
 
 def linears(
@@ -52,14 +52,14 @@ def linears(
         stored_head: the same of the output head.
         ratio: of parameters removed; None leaves all dense.
     """
-    found: dict[str, Linear] = {}
+    by_name: dict[str, Linear] = {}
     for name, (K, N) in shape.projections.items():
         is_selected = name in selected
         r = aligned_rank(K, N, ratio) if ratio is not None and is_selected else None
         is_kept = not is_selected or (ratio is not None and r is None)
-        found[name] = Linear(K, N, r, stored_dense if is_kept else stored)
-    found[HEAD] = Linear(shape.hidden_size, shape.vocab_size, None, stored_head)
-    return found
+        by_name[name] = Linear(K, N, r, stored_dense if is_kept else stored)
+    by_name[HEAD] = Linear(shape.hidden_size, shape.vocab_size, None, stored_head)
+    return by_name
 
 
 def divided(shape: ModelShape, tp: int) -> ModelShape:

@@ -194,19 +194,19 @@ def _speedups(rows: list[dict[str, Any]], asked: Mapping[str, tuple[str, str]]) 
         for row in rows
     }
     decodes = {row["name"]: row["phases"]["decode"] for row in rows}
-    found: dict[str, Any] = {}
+    speedups: dict[str, Any] = {}
     for name, (ours, theirs) in asked.items():
         if ours not in times or theirs not in times:
             continue
-        found[name] = {"of": ours, "over": theirs}
+        speedups[name] = {"of": ours, "over": theirs}
         for phase, own in times[ours].items():
             both = own, times[theirs][phase]
-            found[name][phase] = {**compared(*both), "by_model": ratios_of(*both)}
-        found[name]["decode"]["as_served"] = speedup_as_served(decodes[ours], decodes[theirs])
+            speedups[name][phase] = {**compared(*both), "by_model": ratios_of(*both)}
+        speedups[name]["decode"]["as_served"] = speedup_as_served(decodes[ours], decodes[theirs])
         one = [decodes[each]["one_launch"] for each in (ours, theirs)]
         if not [each for each in one if "left_out" in each]:
-            found[name]["decode"]["one_launch"] = {
+            speedups[name]["decode"]["one_launch"] = {
                 **compared(one[0]["times_ms"], one[1]["times_ms"]),
                 "as_served": speedup_as_served(*one),
             }
-    return found
+    return speedups

@@ -120,19 +120,19 @@ def bound_ms(decoder: Decoder, cost: PassCost) -> float:
 def exchanged(decoder: Decoder) -> list[Collective]:
     """What ranks exchange in a token's launches, and at last for the norm of a stream in parts."""
     links, H = decoder.links, decoder.whole.hidden_size
-    found: list[Collective] = []
+    collectives: list[Collective] = []
     for kind in decoder.kinds:
         of_layer: list[Collective] = []
         # a dense stage reads all of a stream of which pairs make a part
         qkv, output, mlp = [True in _pairs(kind, names) for names in STAGES]
         of_layer += _whole(decoder) if (qkv or output) and not mlp else ()
-        found += _whole(decoder) * (kind.layers - 1) if mlp and not qkv else ()
+        collectives += _whole(decoder) * (kind.layers - 1) if mlp and not qkv else ()
         for group, names in GROUPS.items():
             r = sum([kind.linears[name].r or 0 for name in names])
             if r or group in BY_ROWS:
                 of_layer += links.all_reduce(decoder.batch, r or H)
-        found += of_layer * kind.layers
-    return [*found, *ending(decoder)]
+        collectives += of_layer * kind.layers
+    return [*collectives, *ending(decoder)]
 
 
 def ending(decoder: Decoder) -> tuple[Collective, ...]:

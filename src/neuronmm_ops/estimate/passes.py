@@ -67,11 +67,11 @@ def fitting(
     if decoder.tp > 1:
         published = replace(decoder, least_us=PUBLISHED_US)
         for phase in PHASES:
-            found = pass_of(published, *passes[phase])
+            own_pass = pass_of(published, *passes[phase])
             phases[phase]["published_collectives"] = {
                 "least_us": PUBLISHED_US,
-                "time_ms": found["time_ms"],
-                "times_ms": found["times_ms"],
+                "time_ms": own_pass["time_ms"],
+                "times_ms": own_pass["times_ms"],
             }
     return decoder, phases, memory
 
@@ -79,11 +79,11 @@ def fitting(
 def _taken(phases: Mapping[str, Any]) -> Taken:
     """The layouts of all phases."""
     rows = [row for phase in phases.values() for row in phase["layouts"] if row["taken"]]
-    found = defaultdict[tuple[int, Group], list[Layout]](list)
+    taken = defaultdict[tuple[int, Group], list[Layout]](list)
     for row in rows:
         for group, layout in row["layouts"].items():
-            found[row["part"], group].append(layout)
-    return found
+            taken[row["part"], group].append(layout)
+    return taken
 
 
 def pass_of(
@@ -119,8 +119,8 @@ def pass_of(
             continue
         told(part.number + 1)
         for each in [each for each in part.ways if each.layouts]:
-            found = _layout(decoder, part.number, each)
-            layouts.append({"component": part.component, "taken": each is way, **found})
+            layout = _layout(decoder, part.number, each)
+            layouts.append({"component": part.component, "taken": each is way, **layout})
     total = PassCost()
     for cost in costs.values():
         total = total.plus(cost)
@@ -143,11 +143,11 @@ def _one_launch(decoder: Decoder, shares: Mapping[int, float]) -> dict[str, Any]
     if why is not None:
         return {"left_out": why}
     total, launches = one_launch.pass_cost(decoder, shares)
-    found = {"launches": launches, **_fields(total)}
-    found["bound_ms"] = one_launch.bound_ms(decoder, total)
+    row = {"launches": launches, **_fields(total)}
+    row["bound_ms"] = one_launch.bound_ms(decoder, total)
     if decoder.tp > 1:
-        found["published_collectives_ms"] = total.times_ms[0] + one_launch.published_ms(decoder)
-    return found
+        row["published_collectives_ms"] = total.times_ms[0] + one_launch.published_ms(decoder)
+    return row
 
 
 def _layout(decoder: Decoder, number: int, way: Way) -> dict[str, Any]:

@@ -92,13 +92,13 @@ def recorded(model: str, shape: ModelShape) -> Recorded | None:
     )
 
 
-def described(found: Recorded) -> dict[str, Any]:
+def described(record: Recorded) -> dict[str, Any]:
     """What a document says of a checkpoint: `ratio` and storages as its options, and more.
 
     `bytes` is of all tensors as they lie in its files, null without them; `matrix_bytes` of the
     recorded matrices, `dense_matrix_bytes` of these while they were dense.
     """
-    report, layers = found.report, found.report.layers
+    report, layers = record.report, record.report.layers
     ranks = [each.r for each in layers if each.r is not None]
     return {
         "ratio": report.ratio,
@@ -107,16 +107,16 @@ def described(found: Recorded) -> dict[str, Any]:
         "storage_lm_head": _storages([e for e in layers if e.r is None and e.name == HEAD]),
         "targets": " ".join(report.config.target_list) if report.config else "its record",
         "checkpoint": {
-            "rival_storage": found.rival_storage,
+            "rival_storage": record.rival_storage,
             "effective_ratio": report.effective_ratio,
-            "bytes": found.bytes,
+            "bytes": record.bytes,
             "matrix_bytes": sum([each.bytes for each in layers]),
             "dense_matrix_bytes": report.dense_bytes,
             "low_rank": len(ranks),
             "dense": len(layers) - len(ranks),
             "least_rank": min(ranks, default=None),
             "greatest_rank": max(ranks, default=None),
-            "kinds": len(found.own.kinds),
+            "kinds": len(record.own.kinds),
         },
     }
 
@@ -165,13 +165,13 @@ def _place(layer: LayerReport, shape: ModelShape) -> tuple[int | None, str]:
     """The number of a layer and the name of its Linear; None and `HEAD` for the output head."""
     if layer.name == HEAD:
         return None, HEAD
-    found = _LAYER.fullmatch(layer.name)
-    if not found or int(found[1]) >= shape.layers or found[2] not in shape.projections:
+    match = _LAYER.fullmatch(layer.name)
+    if not match or int(match[1]) >= shape.layers or match[2] not in shape.projections:
         raise ValueError(
             f"a checkpoint can be modelled whose matrices are {', '.join(shape.projections)} of "
             f"layers 0 to {shape.layers - 1}, and {HEAD}; its record has {layer.name}"
         )
-    return int(found[1]), found[2]
+    return int(match[1]), match[2]
 
 
 def _bytes(directory: Path) -> int | None:
@@ -183,5 +183,5 @@ def _bytes(directory: Path) -> int | None:
 
 def _itemsize(dtype: str) -> int:
     """Bytes of an element of a tensor, by its dtype's name in safetensors; a BOOL has one."""
-    found = _BITS.match(dtype)
-    return int(found[1]) // 8 if found else 1
+    match = _BITS.match(dtype)
+    return int(match[1]) // 8 if match else 1

@@ -56,11 +56,11 @@ def speedup_as_served(of: Mapping[str, Any], over: Mapping[str, Any]) -> dict[st
         `middle` as `ends.compared` at the middle cost; `low` and `high` over the ends and the
         costs.
     """
-    found = [compared(_times_ms(of, us), _times_ms(over, us)) for us in LAUNCH_US]
+    speedups = [compared(_times_ms(of, us), _times_ms(over, us)) for us in LAUNCH_US]
     return {
-        "middle": found[1]["middle"],
-        "low": min([each["low"] for each in found]),
-        "high": max([each["high"] for each in found]),
+        "middle": speedups[1]["middle"],
+        "low": min([each["low"] for each in speedups]),
+        "high": max([each["high"] for each in speedups]),
     }
 
 

@@ -109,8 +109,8 @@ def pass_times(decoder: Decoder, tokens: int, cached: int) -> dict[str, float]:
     """
     lengths = {cached + tokens: 1.0}
     if one_launch.refusal(decoder) is None:
-        found = one_launch.pass_cost(decoder, lengths, tokens)[0].times_ms
-        return dict(zip(ENDS, found, strict=True))
+        times_ms = one_launch.pass_cost(decoder, lengths, tokens)[0].times_ms
+        return dict(zip(ENDS, times_ms, strict=True))
     rows = replace(decoder, batch=decoder.batch * tokens)
     every, last = [one_launch.ending_cost(each)[0].times_ms for each in (rows, decoder)]
     times = pass_of(decoder, tokens, lengths)["times_ms"]

@@ -108,14 +108,14 @@ def prepared(model: str, options: Options) -> Subject:
     shape, machine = resolve_shape(model), resolve_target(options.target)
     machine.check_lnc(options.lnc)
     _check(options)
-    found = recorded(model, shape)
-    if found is None:
+    record = recorded(model, shape)
+    if record is None:
         variants, left_out = _uniform(shape, options)
         about, speedups = _described(options), SPEEDUPS
     else:
         _check_own(model, options)
-        variants, left_out = _of_checkpoint(shape, found)
-        about, speedups = described(found), _speedups_of(found)
+        variants, left_out = _of_checkpoint(shape, record)
+        about, speedups = described(record), _speedups_of(record)
     on: dict[str, Any] = {"target": machine.target, "lnc": options.lnc}
     on |= {"tp": options.tp, "batch": options.batch}
     decoders = {
@@ -149,8 +149,8 @@ def _draft(named: str, low_rank: Decoder) -> tuple[ModelShape, Layers]:
             f"a draft has its model's vocabulary: {own.name} has {own.vocab_size} tokens, "
             f"{shape.name} {shape.vocab_size}"
         )
-    found = recorded(named, own)
-    return own, _alike(own, linears(own)) if found is None else found.own
+    record = recorded(named, own)
+    return own, _alike(own, linears(own)) if record is None else record.own
 
 
 def _ratio(options: Options) -> float:
@@ -210,32 +210,32 @@ def _uniform(shape: ModelShape, options: Options) -> tuple[list[_Variant], list[
             " of 128; use a greater ratio or a wider model"
         )
     dense = _alike(shape, linears(shape))
-    found = [
+    variants = [
         _Variant("dense", shape, dense),
         _Variant("low_rank", shape, _alike(shape, compressed)),
     ]
     if any(stored):
         one_byte = _alike(shape, linears(shape, selected, *stored))
-        found.append(_Variant("dense_one_byte", shape, one_byte))
+        variants.append(_Variant("dense_one_byte", shape, one_byte))
     left_out: list[str] = []
     narrow = _narrower(shape, compressed, options.tp)
     if narrow is None:
         left_out.append("pruned: the MLPs have fewer parameters than low rank removes")
     else:
         same = _alike(narrow, linears(narrow, selected, *stored))
-        found.append(_Variant("pruned", narrow, same))
+        variants.append(_Variant("pruned", narrow, same))
     if options.lnc > 1 or options.tp > 1:
         left_out.append(
             "published_dense and published_low_rank: their kernels know one core; --lnc 1 --tp 1"
         )
-        return found, left_out
-    found.append(_Variant("published_dense", shape, dense, "published"))
+        return variants, left_out
+    variants.append(_Variant("published_dense", shape, dense, "published"))
     low = linears(shape, MLP, ratio=ratio)
     if low["down_proj"].r is None:
-        return found, [*left_out, f"published_low_rank: the MLP stays dense at ratio {ratio}"]
-    found.append(_Variant("published_low_rank", shape, _alike(shape, low), "published"))
+        return variants, [*left_out, f"published_low_rank: the MLP stays dense at ratio {ratio}"]
+    variants.append(_Variant("published_low_rank", shape, _alike(shape, low), "published"))
     left_out.append("the transposes of weights and activations that the published code asks for")
-    return found, left_out
+    return variants, left_out
 
 
 def _narrower(shape: ModelShape, compressed: Mapping[str, Linear], tp: int) -> ModelShape | None:
@@ -247,22 +247,22 @@ def _narrower(shape: ModelShape, compressed: Mapping[str, Linear], tp: int) -> M
     return None if blocks < 1 else replace(shape, intermediate_size=int(blocks) * step)
 
 
-def _of_checkpoint(shape: ModelShape, found: Recorded) -> tuple[list[_Variant], list[str]]:
+def _of_checkpoint(shape: ModelShape, record: Recorded) -> tuple[list[_Variant], list[str]]:
     """Its layers, beside those of the model while it was dense, and dense in one byte."""
-    dense = _alike(found.dense, linears(found.dense))
+    dense = _alike(record.dense, linears(record.dense))
     left_out = ["published_dense and published_low_rank: they have one rank in all layers"]
-    if any(each.compute != "x" for each in found.report.layers):
+    if any(each.compute != "x" for each in record.report.layers):
         left_out.append("activations in fp8, which the checkpoint permits")
     return [
-        _Variant("dense", found.dense, dense),
-        _Variant("low_rank", shape, found.own),
-        _Variant("dense_one_byte", found.dense, found.rival),
+        _Variant("dense", record.dense, dense),
+        _Variant("low_rank", shape, record.own),
+        _Variant("dense_one_byte", record.dense, record.rival),
     ], left_out
 
 
-def _speedups_of(found: Recorded) -> dict[str, tuple[str, str]]:
+def _speedups_of(record: Recorded) -> dict[str, tuple[str, str]]:
     """`SPEEDUPS` of a checkpoint; `rank` is at equal storage alone."""
     speedups = dict(SPEEDUPS)
-    if not any(each.storage for each in found.report.layers):
+    if not any(each.storage for each in record.report.layers):
         speedups[OVER_ONE_BYTE] = speedups.pop("rank")
     return speedups

@@ -176,11 +176,11 @@ def _check_files(unknown: set[str], folder: Path) -> None:
 def _load(manager: Any, name: str) -> list[Any]:
     """Return the group, or the tasks, of a name, with their data sets."""
     try:
-        found = manager.load([name])
+        loaded = manager.load([name])
     except Exception as error:  # task files and data sets raise anything
         raise ValueError(_why_not(name, error)) from error
-    groups = found.get("groups", {})
-    return [groups[name]] if name in groups else list(found["tasks"].values())
+    groups = loaded.get("groups", {})
+    return [groups[name]] if name in groups else list(loaded["tasks"].values())
 
 
 def _why_not(name: str, error: Exception) -> str:

@@ -77,23 +77,23 @@ def load_on(model: str | Path, device: torch.device) -> PreTrainedModel:
 def check_device(device: torch.device | str) -> torch.device:
     """Return the device; raise ValueError where torch does not know it or cannot use it here."""
     try:
-        found = torch.device(device)
+        checked = torch.device(device)
     except RuntimeError:
         raise ValueError(
             f"device must be cpu, cuda or another of torch's, such as cuda:1; got {device!r}"
         ) from None
-    if found.type == "cpu":
-        return found
-    backend: Any = getattr(torch, found.type, None)
+    if checked.type == "cpu":
+        return checked
+    backend: Any = getattr(torch, checked.type, None)
     if not getattr(backend, "is_available", bool)():
         raise ValueError(
-            f"device {found.type} is not available here (neuronmm doctor says why); use cpu"
+            f"device {checked.type} is not available here (neuronmm doctor says why); use cpu"
         )
-    if found.index is not None and found.index >= backend.device_count():
+    if checked.index is not None and checked.index >= backend.device_count():
         raise ValueError(
-            f"device {found} is not available: there are {backend.device_count()} of its type"
+            f"device {checked} is not available: there are {backend.device_count()} of its type"
         )
-    return found
+    return checked
 
 
 def _check_place(device: torch.device) -> None:

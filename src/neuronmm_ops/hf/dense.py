@@ -57,20 +57,20 @@ def load_dense(
 
 def _difference(compressed: nn.Module, dense: nn.Module) -> str | None:
     """Name the first parameter that should be the same and is not."""
-    found = dict(dense.named_parameters())
+    parameters = dict(dense.named_parameters())
     layers = compressed_layers(compressed)
     replaced = {f"{name}.{matrix}" for name, layer in layers.items() for matrix in layer.MATRICES}
     shapes = {f"{n}.weight": (m.out_features, m.in_features) for n, m in layers.items()}
     kept = {n: p for n, p in compressed.named_parameters() if n not in replaced}
     shapes |= {name: tuple(parameter.shape) for name, parameter in kept.items()}
-    for name in sorted(shapes.keys() ^ found.keys()):
+    for name in sorted(shapes.keys() ^ parameters.keys()):
         return f"{name} is in one of them alone"
-    wider = _wider(compressed, shapes, found)
+    wider = _wider(compressed, shapes, parameters)
     for name, shape in shapes.items():
-        if tuple(found[name].shape) != shape and name not in wider:
-            return f"{name} is {list(found[name].shape)}, not {list(shape)}"
+        if tuple(parameters[name].shape) != shape and name not in wider:
+            return f"{name} is {list(parameters[name].shape)}, not {list(shape)}"
     for name, parameter in kept.items():
-        if name not in wider and not _same(parameter, found[name]):
+        if name not in wider and not _same(parameter, parameters[name]):
             return f"{name} has other values"
     return None
 

@@ -48,16 +48,16 @@ def load_draft(
     tokenizers = load_tokenizer(directory), load_tokenizer(draft)
     check_vocabulary((directory, draft), tokenizers, "its tokens mean others")
     _check_base(directory, draft)
-    found = load_packed(draft, model.dtype, model.device)
-    models: list[Any] = [model, found]
+    draft_model = load_packed(draft, model.dtype, model.device)
+    models: list[Any] = [model, draft_model]
     rows = [len(each.get_input_embeddings().weight) for each in models]
     if rows[0] != rows[1]:
         raise CheckpointError(
             f"{draft} must have the {rows[0]} rows of {directory}'s embedding, got {rows[1]}; "
             "give a draft that was made of this model"
         )
-    ahead_set_(found, tokens_ahead or recorded_ahead(found))
-    return found
+    ahead_set_(draft_model, tokens_ahead or recorded_ahead(draft_model))
+    return draft_model
 
 
 def ahead_set_(draft: PreTrainedModel, tokens_ahead: int) -> None:

@@ -307,8 +307,8 @@ def _check_keys(
         (info["unexpected_keys"], f"has {{}} tensors that {kind} has no place for"),
     ):
         if keys:
-            found = problem.format(len(keys))
-            raise CheckpointError(f"{path} {found}, first {sorted(keys)[0]}; {hint}")
+            described = problem.format(len(keys))
+            raise CheckpointError(f"{path} {described}, first {sorted(keys)[0]}; {hint}")
 
 
 def reason(error: Exception) -> str:

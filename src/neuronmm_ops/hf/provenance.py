@@ -173,13 +173,13 @@ class CompressionRun:
             CheckpointError: it is not there, or no longer what was compressed.
         """
         try:
-            found = ModelSource.of(self.model.path)
+            source = ModelSource.of(self.model.path)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; give MODEL if the recorded model has moved") from None
-        if found.sha256 != self.model.sha256:
+        if source.sha256 != self.model.sha256:
             raise CheckpointError(
                 f"model {self.model.path} must be what was compressed, of SHA-256 "
-                f"{self.model.sha256}, got {found.sha256}; give MODEL to take it as it is"
+                f"{self.model.sha256}, got {source.sha256}; give MODEL to take it as it is"
             )
         return self.model.path
 
@@ -195,13 +195,13 @@ class CompressionRun:
             raise ValueError("the calibration text was no file; give --calibration FILE.txt")
         path = Path(self.calibration.path)
         try:
-            found = _sha256(read_text(path).encode())
+            sha256 = _sha256(read_text(path).encode())
         except ValueError as error:
             raise ValueError(f"{error}; give --calibration FILE.txt") from None
-        if found != self.calibration.sha256:
+        if sha256 != self.calibration.sha256:
             raise ValueError(
                 f"calibration text {path} must be what was calibrated on, of SHA-256 "
-                f"{self.calibration.sha256}, got {found}; give --calibration to take it as it is"
+                f"{self.calibration.sha256}, got {sha256}; give --calibration to take it as it is"
             )
         return path
 
@@ -222,10 +222,10 @@ class CompressionRun:
             ValueError: a field is missing, unknown, of the wrong type or out of range.
         """
         values = _object("the record", values)
-        found = values.pop("format_version", None)
-        if found != FORMAT_VERSION:
+        version = values.pop("format_version", None)
+        if version != FORMAT_VERSION:
             raise ValueError(
-                f"format_version must be {FORMAT_VERSION}, got {found!r}; "
+                f"format_version must be {FORMAT_VERSION}, got {version!r}; "
                 "the file was written by another version of neuronmm-ops"
             )
         _check_names("the record", values, cls)

@@ -97,9 +97,9 @@ def import_published(source: str | Path, output: str | Path, force: bool = False
 
 
 def _refuse_pickles(source: Path) -> None:
-    found = [source] if source.is_file() else sorted(source.glob("*")) if source.is_dir() else []
-    pickles = [path.name for path in found if path.suffix in PICKLES]
-    if pickles and not [path for path in found if path.suffix == ".safetensors"]:
+    files = [source] if source.is_file() else sorted(source.glob("*")) if source.is_dir() else []
+    pickles = [path.name for path in files if path.suffix in PICKLES]
+    if pickles and not [path for path in files if path.suffix == ".safetensors"]:
         raise CheckpointError(
             f"{pickles[0]} is a pickle, which can run code and is not read; where you trust it, "
             "write its state dict by safetensors.torch.save_file beside the model's config.json"
@@ -111,9 +111,9 @@ def _pairs_in(
 ) -> tuple[str, dict[str, FactorNames]]:
     """The layout, and the pair of each Linear."""
     for layout, one, other in LAYOUTS:
-        found = dict(_named(tensors, linears, one, other))
-        if found:
-            return layout, found
+        pairs = dict(_named(tensors, linears, one, other))
+        if pairs:
+            return layout, pairs
     known = "; ".join(f"{layout}: {one}, {other}" for layout, one, other in LAYOUTS)
     raise CheckpointError(f"{source} holds no pair of factors of a Linear; known are {known}")
 
@@ -140,16 +140,16 @@ def _oriented(
     """
     one, other = tensors[pair.one], tensors[pair.other]
     is_module = pair.one.endswith(".weight")
-    found: list[tuple[Tensor, Tensor]] = []
+    fitting: list[tuple[Tensor, Tensor]] = []
     if one.dim() == other.dim() == 2:
         for first, second in ((one, other), (other, one)):
             ways = [(first.t(), second.t()), *([] if is_module else [(first, second)])]
-            found += [(u, v) for u, v in ways if (u.shape[0], v.shape) == (K, (u.shape[1], N))]
-    if len(found) != 1:
+            fitting += [(u, v) for u, v in ways if (u.shape[0], v.shape) == (K, (u.shape[1], N))]
+    if len(fitting) != 1:
         shapes = f"{pair.one} {list(one.shape)} and {pair.other} {list(other.shape)}"
-        many = "fit it two ways; name them as modules, .weight" if found else "do not fit it"
+        many = "fit it two ways; name them as modules, .weight" if fitting else "do not fit it"
         raise CheckpointError(f"{name} takes {K} features to {N}, {shapes} {many}")
-    ((u, v),) = found
+    ((u, v),) = fitting
     bias = pair.biases[0 if u.data_ptr() == one.data_ptr() else 1]
     if bias in tensors:
         raise CheckpointError(f"{bias} stands between two factors, which has no place here")

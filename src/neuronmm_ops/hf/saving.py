@@ -273,8 +273,8 @@ def _has_halves(model: PreTrainedModel) -> bool:
     ]
 
     def merged(layers: Iterable[str]) -> set[str]:
-        found = [c.rename_source_key(f"{name}.weight") for name in layers for c in converters]
-        return {name for name, pattern in found if pattern is not None}
+        renamed = [c.rename_source_key(f"{name}.weight") for name in layers for c in converters]
+        return {name for name, pattern in renamed if pattern is not None}
 
     return not merged(compressed).isdisjoint(merged(dense_linears(model)))
 

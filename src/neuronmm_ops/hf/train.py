@@ -180,13 +180,13 @@ def _widened(model: PreTrainedModel, config: RecoverConfig) -> Generator[list[Ph
 def trainable(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
     """Return the factors of low-rank layers, and the dense weights of MLPs that were narrowed."""
     layers = low_rank_layers(model).items()
-    found = {f"{name}.{key}": getattr(m, key) for name, m in layers for key in ("u", "v")}
+    parameters = {f"{name}.{key}": getattr(m, key) for name, m in layers for key in ("u", "v")}
     report = attached_report(model)
     narrowed = report.layers if report and report.narrowed else ()
     for layer in narrowed:
         if not layer.is_replaced and preset_of(layer.name) == "mlp":
-            found[f"{layer.name}.weight"] = model.get_parameter(f"{layer.name}.weight")
-    return found
+            parameters[f"{layer.name}.weight"] = model.get_parameter(f"{layer.name}.weight")
+    return parameters
 
 
 def _factors(model: PreTrainedModel) -> Mapping[str, Tensor]:

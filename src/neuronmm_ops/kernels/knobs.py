@@ -135,12 +135,12 @@ def decode_knobs(
     pairs: list[Arguments] = []
     for last in lasts:
         widest = rounded_up(N - last, OUTPUT_UNIT) or last
-        found = [min(blocks[-1], widest)]
+        widths = [min(blocks[-1], widest)]
         if len(problem.outputs) > 1:
-            found += blocks[-3:]
+            widths += blocks[-3:]
         elif last < N:  # wider ones are all one block
-            found += [min(block, widest) for block in blocks[-3:]]
-        pairs += pairs_of(axis("block", found), axis("last_block", [last]))
+            widths += [min(block, widest) for block in blocks[-3:]]
+        pairs += pairs_of(axis("block", widths), axis("last_block", [last]))
     K = core_part(problem, problem.K)
     tiles = axis("tile_bytes", (16384, 8192, EDGE_TILE_BYTES))
     chunks = sorted({512, 1024, 2048, 4096, *[even(K, size) for size in (1024, 2048, 4096)]})
@@ -235,16 +235,16 @@ def hidden_axis(problem: Problem) -> list[Arguments]:
     About as many as SBUF cannot hold beside weights, or all.
     """
     groups = problem.inner // (HIDDEN_TILES * PARTITIONS)
-    found: list[Arguments] = []
+    settings: list[Arguments] = []
     for block in token_blocks(problem, 1024):
         size = HIDDEN_TILES * min(block, problem.core_tokens[0]) * problem.itemsize
         held = tiles_in(problem.inner, HIDDEN_TILES * PARTITIONS) * size
         room = problem.machine.planned_sbuf_bytes
         for part in (7, 5, 3):
             spill = min(groups, max(0, tiles_in(held - room * part // 8, size)))
-            found.append({"token_block": block, "spill": spill, "resident_spilled": 0})
-        found.append({"token_block": block, "spill": groups, "resident_spilled": 0})
-    return [dict(items) for items in dict.fromkeys([tuple(each.items()) for each in found])]
+            settings.append({"token_block": block, "spill": spill, "resident_spilled": 0})
+        settings.append({"token_block": block, "spill": groups, "resident_spilled": 0})
+    return [dict(items) for items in dict.fromkeys([tuple(each.items()) for each in settings])]
 
 
 def kept_axis(arguments: Arguments) -> list[Arguments]:

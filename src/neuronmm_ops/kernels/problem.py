@@ -71,9 +71,9 @@ class Problem:
     def __post_init__(self) -> None:
         machine = resolve_target(self.target)
         object.__setattr__(self, "target", machine.target)
-        found = (self.M, *[size for shape in self.matrices for size in shape])
-        if min(found) < 1:
-            raise ValueError(f"tokens, features and ranks must be at least 1; got {found}")
+        sizes = (self.M, *[size for shape in self.matrices for size in shape])
+        if min(sizes) < 1:
+            raise ValueError(f"tokens, features and ranks must be at least 1; got {sizes}")
         if self.dtype not in ITEMSIZES:
             raise ValueError(f"dtype must be one of {', '.join(ITEMSIZES)}; got {self.dtype!r}")
         self._check_precision()

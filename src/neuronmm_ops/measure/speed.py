@@ -89,7 +89,10 @@ def paired_speed(
     counts: dict[TimedPhase, int] = {"prefill": tokens.shape[1], "decode": decode_tokens}
     counts["end_to_end"] = tokens.shape[1] + decode_tokens
     return PairedSpeed(
-        {p: PairedTimes({n: tuple(t) for n, t in found.items()}) for p, found in times.items()},
+        {
+            p: PairedTimes({n: tuple(t) for n, t in times_of_phase.items()})
+            for p, times_of_phase in times.items()
+        },
         counts,
     )
 

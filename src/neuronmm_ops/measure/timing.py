@@ -38,8 +38,8 @@ class PairedTimes:
 
     def speedup_quartiles(self, name: str, baseline: str) -> tuple[float, ...]:
         """Return the quartiles over rounds of `baseline`'s time divided by `name`'s."""
-        found = self._speedups(name, baseline)
-        return tuple(statistics.quantiles(found * 2, n=4, method="inclusive"))  # one has none
+        speedups = self._speedups(name, baseline)
+        return tuple(statistics.quantiles(speedups * 2, n=4, method="inclusive"))  # one has none
 
     def _speedups(self, name: str, baseline: str) -> list[float]:
         pairs = zip(self.rounds_ms[baseline], self.rounds_ms[name], strict=True)

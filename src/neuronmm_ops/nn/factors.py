@@ -109,8 +109,8 @@ def _check_scale(
     bad = ~(torch.isfinite(scale) & (scale > 0)).flatten()
     if bad.any():
         index = int(bad.nonzero()[0])
-        found = float(scale.flatten()[index])
-        raise ValueError(f"{rule}; got {found} at {index}; quantize the matrix again")
+        value = float(scale.flatten()[index])
+        raise ValueError(f"{rule}; got {value} at {index}; quantize the matrix again")
 
 
 def _names() -> str:

@@ -146,16 +146,16 @@ class LayersSpec(OpSpec):
 
     def listed(self, tensors: Sequence[Any]) -> list[Any]:
         """The tensors as kernels take them, those of a group in a tuple; () where all are None."""
-        found, start = list[Any](), 0
+        values, start = list[Any](), 0
         for places in self._of_any.groups.values():
             if not self._of_any.tensors[places[0]].group:
-                found.append(tensors[start])
+                values.append(tensors[start])
                 start += 1
                 continue
             own = tuple(tensors[start : start + len(places) * self.layers])
-            found.append(own if any(each is not None for each in own) else ())
+            values.append(own if any(each is not None for each in own) else ())
             start += len(own)
-        return found
+        return values
 
     def planned(self, tensors: Sequence[Any]) -> list[tuple[Operand, list[Tensor]]]:
         """What a plan of one layer is for: each operand that the first has, of those like it.
@@ -184,15 +184,15 @@ def _argument(operand: Operand) -> str:
 
 def _repeated(operands: Iterable[Operand], layers: int) -> list[Operand]:
     """The operands of all layers, in the order of the lists."""
-    found: list[Operand] = []
+    repeated: list[Operand] = []
     for _, members in groupby(operands, _argument):
         own = list(members)
         if not own[0].group:
-            found += own
+            repeated += own
             continue
         for n in range(layers):
-            found += [_of_layer(each, n) for each in own]
-    return found
+            repeated += [_of_layer(each, n) for each in own]
+    return repeated
 
 
 def _of_layer(operand: Operand, n: int) -> Operand:

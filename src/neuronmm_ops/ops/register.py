@@ -156,8 +156,8 @@ def _functions(spec: OpSpec) -> tuple[Any, Any]:
         _refuse_constants(spec, saved[len(kept) :], spec.split(tuple(needs))[0])
 
         def wanted(*grads: Tensor) -> tuple[Tensor | None, ...]:
-            found = gradients(saved, ctx.options, grads, needs)
-            return tuple(each for each, is_needed in zip(found, needs, strict=True) if is_needed)
+            computed = gradients(saved, ctx.options, grads, needs)
+            return tuple(each for each, is_needed in zip(computed, needs, strict=True) if is_needed)
 
         transposed: Any = torch.func.vjp(wanted, *zeros(saved))[1]
         return spec.returned(transposed(tuple(t for t in tangents if t is not None)))
@@ -238,9 +238,9 @@ def _gradients(spec: OpSpec) -> Callable[..., tuple[Tensor | None, ...]]:
             for place in places
         ]
         grad = grad_rows[0] if len(grad_rows) == 1 else tuple(grad_rows)
-        found = of_spec(grad, needs, *values, *integers, *options[:choices])
+        of_tensors = of_spec(grad, needs, *values, *integers, *options[:choices])
         result: list[Tensor | None] = [None] * len(needs)
-        for place, own in zip(places, found, strict=True):
+        for place, own in zip(places, of_tensors, strict=True):
             if own is not None and place in spec.activations:
                 result[place] = own.view(given[place].shape)
             else:

@@ -319,10 +319,10 @@ class OpSpec:
     @cached_property
     def _first(self) -> dict[str, tuple[int, int]]:
         """Operand and dimension where each named size comes first."""
-        found: dict[str, tuple[int, int]] = {}
+        firsts: dict[str, tuple[int, int]] = {}
         for name, index, dim in self._dimensions():
-            found.setdefault(name, (index, dim))
-        return found
+            firsts.setdefault(name, (index, dim))
+        return firsts
 
     # --- checks ----------------------------------------------------------------------------------
 
@@ -430,11 +430,11 @@ class OpSpec:
     ) -> None:
         """Refuse one-byte factors without scales, scales of others, and those not in fp32."""
         needed = factor is not None and storage_of(factor.dtype) is not None
-        found = "no factor" if factor is None else f"factors in {factor.dtype}"
+        factors = "no factor" if factor is None else f"factors in {factor.dtype}"
         if (scale is not None) != needed:
             raise ValueError(
                 f"{self.name}: factors in {_dtypes(STORAGES.values())} have scales, "
-                f"others have none, got {found} and "
+                f"others have none, got {factors} and "
                 + (f"no {name}; pass it" if needed else f"{name}; leave it out")
             )
         if scale is not None and scale.dtype != torch.float32:

@@ -30,9 +30,9 @@ def check_ranks_agree(
     dist.all_gather_object(gathered, [_traits(each) for each in modules], mesh.get_group())
     first, *others = gathered
     for rank, theirs in enumerate(others, 1):
-        for ours, found in zip(first, theirs, strict=True):
-            for trait in ours | found:
-                here, there = ours.get(trait), found.get(trait)
+        for ours, other in zip(first, theirs, strict=True):
+            for trait in ours | other:
+                here, there = ours.get(trait), other.get(trait)
                 if here != there:
                     raise ValueError(
                         f"every rank must have the same layer, got {trait} {here} on rank 0 and "

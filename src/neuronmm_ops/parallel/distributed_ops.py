@@ -27,23 +27,23 @@ def shardings(spec: OpSpec) -> Callable[..., list[Sharding]]:
         dims = [None if tensor is None else len(tensor.shape) for tensor in tensors]
         whole: list[Placement | None] = [None if count is None else Replicate() for count in dims]
         x_dims = dims[0] or 0
-        found = [(Replicate(), whole)]
+        shardings = [(Replicate(), whole)]
         for lead in range(x_dims - 1):
             divided: list[Placement | None] = [
                 Shard(lead) if placement is not None and operand.role == "activation" else placement
                 for operand, placement in zip(spec.tensors, whole, strict=True)
             ]
-            found.append((Shard(lead), divided))
+            shardings.append((Shard(lead), divided))
         for name in spec.cuts:
             if name == "N" and any(len(names) > 1 for names in spec.sides):
                 continue
             cut = spec.cut(name)
             result = Partial() if cut.is_partial else Shard(x_dims - 1)
-            found.append((result, _placements(spec, cut, dims)))
+            shardings.append((result, _placements(spec, cut, dims)))
         options: tuple[Any, ...] = (None,) * len(spec.options)
         return [
             ([result] * len(spec.outputs), list(spec.joined(tuple(placed), options))[: len(args)])
-            for result, placed in found
+            for result, placed in shardings
         ]
 
     return of_call

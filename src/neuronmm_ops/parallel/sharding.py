@@ -175,14 +175,14 @@ def _matrix_dims(cut: str | None, storage: str | None) -> dict[str, int | None]:
     """In which dimension, counted from 0, each tensor of an `xw` is cut."""
     spec = SPECS["xw"]
     dims = (None,) * len(spec.tensors) if cut is None else spec.cut(cut).dims
-    found = {
+    by_matrix = {
         operand.name: None if dim is None else dim + len(operand.sizes)
         for operand, dim in zip(spec.tensors, dims, strict=True)
         if operand.role != "activation"
     }
     if storage is not None and STORAGES[storage].group is not None:
-        found["w_scale"] = found["w"]
-    return found
+        by_matrix["w_scale"] = by_matrix["w"]
+    return by_matrix
 
 
 def _check_layout(kind: str, divide: str) -> None:

@@ -140,10 +140,10 @@ def _check_projection(style: str, name: str, module: nn.Module, kind: Kind, tp: 
     if isinstance(module, Divided):
         raise TypeError(f"{style} divides a layer once, got one that is divided already")
     if type(module) not in (SVDLinear, StoredLinear, QKVProjection, nn.Linear):
-        found = f"{name} of type {type(module).__name__}" if name else type(module).__name__
+        what = f"{name} of type {type(module).__name__}" if name else type(module).__name__
         remedy = "SVDLinear.from_pair" if isinstance(module, LinearPair) else "unwrap or replace it"
         raise TypeError(
-            f"{style} divides SVDLinear, StoredLinear and nn.Linear, got {found}; {remedy} first"
+            f"{style} divides SVDLinear, StoredLinear and nn.Linear, got {what}; {remedy} first"
         )
     if "forward" in vars(module):
         raise TypeError(_REPLACED.format(style=style, name=name or "a layer"))

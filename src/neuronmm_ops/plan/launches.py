@@ -68,23 +68,23 @@ class PlannedKernel:
 
 def planned_kernels(plan: Plan) -> list[PlannedKernel]:
     """The launches of a plan, without biases."""
-    problem, found = plan.problem, list[PlannedKernel]()
+    problem, kernels = plan.problem, list[PlannedKernel]()
     kernel = simulated_kernel(problem.op, plan.kernel, problem.lnc)
     for tokens in plan.launches:
         specs = operands_of(replace(problem, M=tokens), kernel)
-        found.append(PlannedKernel(kernel, shapes_of(specs), plan.arguments))
-    return found
+        kernels.append(PlannedKernel(kernel, shapes_of(specs), plan.arguments))
+    return kernels
 
 
 def shapes_of(specs: Sequence[Any]) -> tuple[Operand, ...]:
     """Operands of a launch, from those that the simulator takes."""
-    found: list[Operand] = []
+    operands: list[Operand] = []
     for spec in specs:
         is_list = isinstance(spec, tuple)
-        found.append(
+        operands.append(
             shapes_of(spec) if is_list else spec and TensorShape(spec.shape, str(spec.dtype))
         )
-    return tuple(found)
+    return tuple(operands)
 
 
 def _spec(operand: Operand) -> Any:

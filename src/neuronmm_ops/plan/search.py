@@ -124,13 +124,13 @@ def _candidates(problem: Problem, phase: str, stages: tuple[Plan, ...]) -> list[
     met = sorted(_met(part, phase, weighed_ends, stages), key=lambda c: c.rank)
     if tokens == problem.M:
         return met
-    found: dict[object, Candidate] = {}
+    candidates: dict[object, Candidate] = {}
     for each in met:
         kind = each.gain, *[each.arguments.get(name) for name in REPEATED]
-        is_finalist = kind not in found and each.rank[0] <= NEAR * met[0].rank[0]
+        is_finalist = kind not in candidates and each.rank[0] <= NEAR * met[0].rank[0]
         if is_finalist and (cost := traced(problem, each.kernel, each.arguments, ends)):
-            found[kind] = replace(each, cost=cost)
-    return list(found.values())
+            candidates[kind] = replace(each, cost=cost)
+    return list(candidates.values())
 
 
 @lru_cache(maxsize=64)
@@ -181,9 +181,9 @@ def _best(
         values = axis(best.arguments) if callable(axis) else axis
         changed = [{**best.arguments, **value} for value in values]
         tried = [candidate(each) for each in changed if knobs.allows(each)]
-        found = min([best, *[each for each in tried if each]], key=lambda c: c.rank)
-        if best.rank[0] - found.rank[0] > STEP * best.rank[0]:
-            best = found
+        quickest = min([best, *[each for each in tried if each]], key=lambda c: c.rank)
+        if best.rank[0] - quickest.rank[0] > STEP * best.rank[0]:
+            best = quickest
     return best
 
 

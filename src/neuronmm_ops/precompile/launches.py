@@ -36,7 +36,7 @@ def launches_of(model: str, tokens: Sequence[int], options: Options) -> list[dic
         ValueError: as `estimate.model.run`.
         OSError: a config.json that cannot be read.
     """
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     cache = max(DECODE_CACHE, *tokens)
     decoder = prepared(model, options).decoders["low_rank"]
     for M in dict.fromkeys(tokens):
@@ -51,10 +51,10 @@ def launches_of(model: str, tokens: Sequence[int], options: Options) -> list[dic
         for component, way in ways:
             for request in [_request(launch, decoder.target) for launch in way.launches]:
                 row = {"components": [], "tokens": [], **request}
-                row = found.setdefault(json.dumps(request), row)
+                row = rows.setdefault(json.dumps(request), row)
                 _add(row["components"], component)
                 _add(row["tokens"], M)
-    return list(found.values())
+    return list(rows.values())
 
 
 def _request(launch: PlannedKernel, target: str) -> dict[str, Any]:

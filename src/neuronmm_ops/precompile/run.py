@@ -116,8 +116,8 @@ def installed() -> dict[str, str]:
     """
     # the placeholder neuronx-cc 1.0.post1 has no such module
     compiler = version_of("neuronx-cc") if is_installed("neuronxcc") else None
-    found = {"nki": nki_release(), "neuronx-cc": compiler}
-    missing = [name for name, version in found.items() if version is None]
+    versions = {"nki": nki_release(), "neuronx-cc": compiler}
+    missing = [name for name, version in versions.items() if version is None]
     if missing:
         raise ImportError(
             f"compile needs nki and neuronx-cc; missing: {', '.join(missing)}; {INSTALL}"
@@ -125,7 +125,7 @@ def installed() -> dict[str, str]:
     problem = why_not_compilable()
     if problem:
         raise NkiVersionError(problem)
-    return {name: str(version) for name, version in found.items()}
+    return {name: str(version) for name, version in versions.items()}
 
 
 def _verdict(
@@ -148,12 +148,12 @@ def _verdict(
             f"{INSTALL}"
         )
     is_compiled = result["verdict"] == "compiled"
-    found = {
+    verdict = {
         "verdict": result["verdict"],
         "seconds": result.get("seconds", timeout_s),
         "file": str(Path(folder.name, driver.NEFF)) if is_compiled else None,
     }
-    return found if is_compiled else found | _refusal(result, folder)
+    return verdict if is_compiled else verdict | _refusal(result, folder)
 
 
 def _drive(folder: Path, request: dict[str, Any], timeout_s: float) -> str:
@@ -197,7 +197,7 @@ def _last(folder: Path) -> str:
 
 def _refusal(result: dict[str, Any], folder: Path) -> dict[str, str]:
     texts = (result["message"], (folder / LOG).read_text(errors="replace"))
-    found = next(filter(None, map(CODE.search, texts)), None)
-    code = found[0] if found else result["error"]
+    match = next(filter(None, map(CODE.search, texts)), None)
+    code = match[0] if match else result["error"]
     remedy = REMEDIES.get(code.removeprefix("NCC_"), REPORT)
     return {"code": code, "message": result["message"], "remedy": remedy}

@@ -48,11 +48,11 @@ class Distillation:
         }
         with torch.no_grad():
             target = self.dense(**options)
-        found = self.model(**options)
-        loss = _divergence(found.logits, target.logits)
+        output = self.model(**options)
+        loss = _divergence(output.logits, target.logits)
         if self.hidden_weight > 0:
             # The first are the embeddings, which are the same.
-            pairs = list(zip(found.hidden_states, target.hidden_states, strict=True))[1:]
+            pairs = list(zip(output.hidden_states, target.hidden_states, strict=True))[1:]
             errors = [_relative_error(f, t) for f, t in pairs]
             loss = loss + self.hidden_weight * torch.stack(errors).mean()
         return loss
@@ -73,13 +73,13 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:  # pyright: ignore
-        found = F.log_softmax(logits.float(), dim=-1)
+        log_probs = F.log_softmax(logits.float(), dim=-1)
         gap = F.log_softmax(target.float(), dim=-1)
         p = gap.exp()
         # An entry that both mask with -inf has no part in the divergence.
-        gap.sub_(found).masked_fill_(p == 0, 0.0)
+        gap.sub_(log_probs).masked_fill_(p == 0, 0.0)
         loss = gap.mul_(p).sum(-1).mean()
-        ctx.save_for_backward(found.exp_().sub_(p).div_(len(p)).to(logits.dtype))
+        ctx.save_for_backward(log_probs.exp_().sub_(p).div_(len(p)).to(logits.dtype))
         return loss
 
     @staticmethod
@@ -87,6 +87,6 @@ class _Divergence(torch.autograd.Function):
         return ctx.saved_tensors[0] * grad, None
 
 
-def _relative_error(found: Tensor, target: Tensor) -> Tensor:
+def _relative_error(hidden: Tensor, target: Tensor) -> Tensor:
     wide = target.float()
-    return (found.float() - wide).square().mean() / wide.square().mean()
+    return (hidden.float() - wide).square().mean() / wide.square().mean()

@@ -136,16 +136,16 @@ def _modelled(row: Row, name: str) -> Any:
 
 
 def _served_rate(row: Row) -> str:
-    found = _modelled(row, "as_served")
-    if found is None:
+    rate = _modelled(row, "as_served")
+    if rate is None:
         return ""
-    low, high = found["tokens_per_s_low"], found["tokens_per_s_high"]
-    return f"{found['tokens_per_s']:.1f} ({low:.1f}-{high:.1f})"
+    low, high = rate["tokens_per_s_low"], rate["tokens_per_s_high"]
+    return f"{rate['tokens_per_s']:.1f} ({low:.1f}-{high:.1f})"
 
 
 def _served_speedup(row: Row) -> str:
-    found = _modelled(row, "decode_speedup_as_served")
-    return "" if found is None else f"{found['middle']:.2f}x ({_range(found)})"
+    speedup = _modelled(row, "decode_speedup_as_served")
+    return "" if speedup is None else f"{speedup['middle']:.2f}x ({_range(speedup)})"
 
 
 def _measured(row: Row) -> float | None:

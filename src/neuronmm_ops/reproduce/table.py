@@ -72,8 +72,8 @@ def _settings(asked: Reproduction) -> dict[str, Any]:
         del config["ratio"], config["storage"]
     recovery = asked.recovery and {"data": asked.recovery.data, **asked.recovery.config.to_dict()}
     tables = ("model", "compress", "evaluate", "modelled", "measured")
-    found = {name: (table := getattr(asked, name)) and asdict(table) for name in tables}
-    return {**found, "methods": methods, "recovery": recovery, "data": asked.data}
+    settings = {name: (table := getattr(asked, name)) and asdict(table) for name in tables}
+    return {**settings, "methods": methods, "recovery": recovery, "data": asked.data}
 
 
 def _row(variant: Variant, results: Results) -> dict[str, Any]:
@@ -143,8 +143,8 @@ def _compare(rows: list[dict[str, Any]], tasks: Collection[str]) -> None:
         drop = None if dense is None or own is None else dense - own
         row["accuracy_drop"] = drop
         row["gamma_modelled"] = gamma(drop, row["modelled"] and row["modelled"]["speedup"])
-        found = row["measured"] and row["measured"]["speedup"]["end_to_end"]
-        row["gamma_measured"] = gamma(drop, found)
+        speedup = row["measured"] and row["measured"]["speedup"]["end_to_end"]
+        row["gamma_measured"] = gamma(drop, speedup)
     times = next((row["modelled"] for row in rows if row["modelled"]), None)
     if times is not None:
         names = ("speedup_range", "decode_speedup_as_served", "published_setting_range")

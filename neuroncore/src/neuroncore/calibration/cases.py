@@ -66,9 +66,9 @@ def cases(target: str) -> list[Case]:
         ValueError: there is no such target.
     """
     machine = resolve_target(target)
-    found = [*_loads(), *_matmuls(machine), *_chains(machine), *_bursts()]
+    shared = [*_loads(), *_matmuls(machine), *_chains(machine), *_bursts()]
     pairs = _two_cores() if machine.has("paired_cores") else []
-    return [*found, *pairs, *_compiled(machine)]
+    return [*shared, *pairs, *_compiled(machine)]
 
 
 def _tensor(*shape: int, dtype: DType = bfloat16) -> TensorSpec:
@@ -76,7 +76,7 @@ def _tensor(*shape: int, dtype: DType = bfloat16) -> TensorSpec:
 
 
 def _loads() -> list[Case]:
-    found: list[Case] = []
+    loads: list[Case] = []
     for row, counts in (
         *((256, (32, 256)), (512, (32, 256)), (1024, (32, 128)), (2048, (16, 64)), (4096, (8, 32))),
         (16384, (2, 6, 8)),
@@ -84,23 +84,23 @@ def _loads() -> list[Case]:
         for count in counts:
             x = _tensor(count, 128, 1, row // 2)
             decides = "dma-rate" if row == 16384 else "dma"
-            found.append(_load(f"loads-{row}", count, x, row // 2, decides))
+            loads.append(_load(f"loads-{row}", count, x, row // 2, decides))
     # many rows a load, so that rows bind and not loads; apart, so that none are one
     for row in (256, 1024):
         for count in (8, 32):
             x = _tensor(count, 128, 4096 // row, row)
-            found.append(_load(f"rows-{row}", count, x, row // 2, "dma"))
+            loads.append(_load(f"rows-{row}", count, x, row // 2, "dma"))
     for row, pitch in ((2048, 4096), (2048, 8192)):
         for count in (16, 64):
             x = _tensor(count, 128, 1, pitch // 2)
-            found.append(_load(f"pitch-{pitch}", count, x, row // 2, "dma"))
+            loads.append(_load(f"pitch-{pitch}", count, x, row // 2, "dma"))
     for count in (16, 64):
         each = (_tensor(count, 128, 128),) * 4
-        found.append(Case("loads-in-turn", count, "loads_in_turn", each, {}, "dma-queues"))
+        loads.append(Case("loads-in-turn", count, "loads_in_turn", each, {}, "dma-queues"))
     for count in (4, 12, 14, 16):
         x = _tensor(count, 4096, 128)
-        found.append(Case("transposes", count, "transposed_loads", (x,), {}, "transposes"))
-    return found
+        loads.append(Case("transposes", count, "transposed_loads", (x,), {}, "transposes"))
+    return loads
 
 
 def _load(series: str, count: int, x: TensorSpec, width: int, decides: str) -> Case:
@@ -189,15 +189,15 @@ def _two_cores() -> list[Case]:
 def _compiled(machine: Machine) -> list[Case]:
     """What a compiler decides: the order of instructions, and how much of SBUF loads fill."""
     x = _tensor(128, 64, dtype=float32)
-    found = [
+    compiled = [
         Case("in-order", n, "scalar_chains", (x,), {"count": n, "steps": 16}, "instruction-order")
         for n in (4, 64)
     ]
     for count in (4, 16):
         # two fit into SBUF with what is left of it, and not into what is otherwise used
         x, given = _tensor(count, 128, machine.sbuf_bytes // 4 - 1024), {"columns": 32_767}
-        found.append(Case("halves", count, "loads_of_half_sbuf", (x,), given, "sbuf-reserve"))
-    return found
+        compiled.append(Case("halves", count, "loads_of_half_sbuf", (x,), given, "sbuf-reserve"))
+    return compiled
 
 
 _Kind = tuple[str, str, str, TensorSpec, Mapping[str, Any], Sequence[int], Mapping[str, int]]

@@ -132,11 +132,11 @@ def calibrate(measurements: Measurements, path: Path) -> Calibration:
         Slope(series, *[round(ns, 3) for ns in times.slopes(series, Clock(machine), clock)])
         for series in times.series
     ]
-    found = [verdicts[each.name] for each in UNCERTAINTIES if each.name in verdicts]
+    decided = [verdicts[each.name] for each in UNCERTAINTIES if each.name in verdicts]
     versions = dict(measurements.versions)
     launch_us = round(times.launch_us(clock), 3)
     fitted = [*constants.values()]
-    return Calibration(measurements.target, versions, launch_us, fitted, found, slopes)
+    return Calibration(measurements.target, versions, launch_us, fitted, decided, slopes)
 
 
 _WHY_NOT = {"hbm": "one core's kernel cannot tell: all cores of the chip must be busy"}
@@ -286,19 +286,19 @@ def _fit(times: _Times, step: Step, clock: Clock) -> tuple[Clock, dict[str, Esti
         moves=step.moves if len(constants) == len(step.constants) else (),
     )
     start = np.array([each.get(clock) for each in constants]) / scales
-    found = solve(problem, start)
+    solved = solve(problem, start)
     estimates = {
         each.name: replace(some, plus_minus=some.plus_minus * scale)
-        for each, some, scale in zip(constants, found, scales, strict=True)
+        for each, some, scale in zip(constants, solved, scales, strict=True)
     }
-    return at(np.array([each.value for each in found])), estimates
+    return at(np.array([each.value for each in solved])), estimates
 
 
 def _fitted(
     times: _Times, step: Step, before: Clock, clock: Clock, estimates: dict[str, Estimate]
 ) -> list[FittedConstant]:
     """A step's constants as they are reported."""
-    found: list[FittedConstant] = []
+    fitted: list[FittedConstant] = []
     for each in step.constants:
         if not each.of(clock.machine):
             continue
@@ -308,5 +308,5 @@ def _fitted(
         if estimate and not reason:
             after, plus_minus = each.get(clock), estimate.plus_minus
         start = each.name, each.meaning, each.get(before)
-        found.append(FittedConstant(*start, after, plus_minus, reason))
-    return found
+        fitted.append(FittedConstant(*start, after, plus_minus, reason))
+    return fitted

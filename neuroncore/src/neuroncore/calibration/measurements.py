@@ -76,11 +76,11 @@ def read(path: Path) -> Measurements:
         _refuse(path, f"has versions {versions!r:.80}; they must be texts by name")
     if not isinstance(rows, list):
         _refuse(path, f"has rows {rows!r:.40}; they must be a list")
-    found = tuple([_row(path, number, row) for number, row in enumerate(rows, 1)])
-    names = [row.case for row in found]
+    measured = tuple([_row(path, number, row) for number, row in enumerate(rows, 1)])
+    names = [row.case for row in measured]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         _refuse(path, f"has more than one row of {', '.join(twice)}; leave one of each")
-    return Measurements(target, versions, found)
+    return Measurements(target, versions, measured)
 
 
 def _row(path: Path, number: int, row: Any) -> Row:

@@ -68,7 +68,7 @@ def solve(problem: LeastSquares, start: Values) -> list[Estimate]:
     plus_minus = np.sqrt(np.diag(covariance))
     together = np.abs(covariance / np.outer(plus_minus, plus_minus))
     np.fill_diagonal(together, 0.0)
-    found: list[Estimate] = []
+    estimates: list[Estimate] = []
     for i, (value, reason) in enumerate(zip(values, mute, strict=True)):
         if problem.moves and rms(now) > _MISFIT * NOISE:
             reason = f"no values fit better than {rms(now):.1%}"
@@ -79,8 +79,8 @@ def solve(problem: LeastSquares, start: Values) -> list[Estimate]:
             reason = f"its error would be {plus_minus[i] / value:.0%}"
             if together[i, k] > _TOGETHER:
                 reason = f"times tell it only together with {problem.names[k]}"
-        found.append(Estimate(float(value), float(plus_minus[i]), reason))
-    return found
+        estimates.append(Estimate(float(value), float(plus_minus[i]), reason))
+    return estimates
 
 
 def rms(values: np.ndarray) -> float:
@@ -97,10 +97,10 @@ def _descended(problem: LeastSquares, values: Values) -> Values:
             np.clip(values + share * step_by, problem.low, problem.high)
             for share in 0.5 ** np.arange(8)
         ]
-        found = next((some for some in tried if rms(problem.errors(some)) < rms(now)), None)
-        if found is None:
+        better = next((some for some in tried if rms(problem.errors(some)) < rms(now)), None)
+        if better is None:
             break
-        before, values, now = rms(now), found, problem.errors(found)
+        before, values, now = rms(now), better, problem.errors(better)
         if rms(now) > (1 - _SETTLED) * before:
             break
     return values
@@ -115,17 +115,17 @@ def _searched(problem: LeastSquares, values: Values) -> Values:
     wide = _moved(problem, values, problem.moves[0], _WIDE)
     errors = [math.inf, *map(error, wide), math.inf]
     valleys = [i for i in range(len(wide)) if errors[i] > errors[i + 1] <= errors[i + 2]]
-    found: list[Values] = []
+    minima: list[Values] = []
     for start in [wide[i] for i in sorted(valleys, key=lambda i: errors[i + 1])[:_STARTS]]:
         near = start
         for ratios in _NARROW:
             near = _descended(problem, near)
             for move in problem.moves:
                 near = min([near, *_moved(problem, near, move, ratios)], key=error)
-        found.append(near)
+        minima.append(near)
         if error(near) < _FITS * NOISE:
             break
-    return min(found, key=error)
+    return min(minima, key=error)
 
 
 def _moved(problem: LeastSquares, values: Values, move: Move, ratios: np.ndarray) -> list[Values]:

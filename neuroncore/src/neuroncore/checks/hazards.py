@@ -63,12 +63,12 @@ def _check_order(trace: Trace, pair: tuple[Storage, Storage]) -> None:
 
 def _ancestors(before: list[set[int]], last: int, first: int) -> set[int]:
     """Instructions from `first` on that one waits for, through others."""
-    found, left = set[int](), [last]
+    ancestors, left = set[int](), [last]
     while left:
-        new = {i for i in before[left.pop()] if i >= first} - found
-        found |= new
+        new = {i for i in before[left.pop()] if i >= first} - ancestors
+        ancestors |= new
         left += new
-    return found
+    return ancestors
 
 
 def check_overlaps(trace: Trace) -> None:
@@ -95,9 +95,9 @@ def check_banks(times: CoreSchedule) -> None:
                 if storage.memory is MemoryRegion.psum:
                     for bank in _banks(storage.layout.boxes[region]):
                         uses[storage, bank].append((times.start[number], number))
-    for (storage, _), found in uses.items():
+    for (storage, _), writes in uses.items():
         last: dict[Engine, int] = {}
-        for start, number in sorted(found):
+        for start, number in sorted(writes):
             record = times.issued[number]
             for engine, other in last.items():
                 if engine is not record[0].engine and times.end[other] > start:

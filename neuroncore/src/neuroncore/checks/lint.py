@@ -59,8 +59,8 @@ def lint_file(path: str, nki: Line, name: str = "") -> list[LintError]:
 
 def findings(sources: Sources, kernels: list[Definition]) -> list[LintError]:
     """What is refused in kernels, ordered by file and line."""
-    found, bodies = reached(kernels)
-    for source, scope in found:
+    definitions, bodies = reached(kernels)
+    for source, scope in definitions:
         on_device = (source, scope) in bodies
         Checker(source, scope, on_device).check(is_kernel=(source, scope) in kernels)
     return sorted(sources.found)

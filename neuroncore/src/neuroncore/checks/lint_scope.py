@@ -191,9 +191,9 @@ class Checker:
         if any(map(self.is_numpy_dtype, given)):
             yield "numpy-dtype"
         callee = call.func.value if isinstance(call.func, ast.Subscript) else call.func
-        found = self.source.definition(callee)
+        definition = self.source.definition(callee)
         local = isinstance(callee, ast.Name) and callee.id in self.local
-        if not local and found is not None and found[0].is_kernel(found[1]):
+        if not local and definition is not None and definition[0].is_kernel(definition[1]):
             yield "sub-kernel"
 
     @property
@@ -234,10 +234,10 @@ class Checker:
 
     def makes_object(self, call: ast.Call) -> bool:
         """Return whether a call makes an object of the kernel's own classes, enumerations apart."""
-        found = self.source.definition(call.func)
-        if found is None or not isinstance(found[1], ast.ClassDef):
+        definition = self.source.definition(call.func)
+        if definition is None or not isinstance(definition[1], ast.ClassDef):
             return False
-        return not any("Enum" in found[0].meaning(base) for base in found[1].bases)
+        return not any("Enum" in definition[0].meaning(base) for base in definition[1].bases)
 
     def is_object(self, node: ast.expr) -> bool:
         """Return whether `==` with an expression asks a tensor or an object, or may do so."""

@@ -176,16 +176,16 @@ def reached(kernels: list[Definition]) -> tuple[list[Definition], list[Definitio
 
     A class brings all its methods and its base classes with it.
     """
-    found, bodies = list(kernels), list[Definition]()
-    for source, node in found:  # grows while it is read
+    definitions, bodies = list(kernels), list[Definition]()
+    for source, node in definitions:  # grows while it is read
         for part in _parts(node):
             definition = source.definition(part)
-            if definition is not None and definition not in found:
-                found.append(definition)
+            if definition is not None and definition not in definitions:
+                definitions.append(definition)
             body = source.loop_body(part)
             if body is not None and (definition := source.definition(body)) is not None:
                 bodies.append(definition)
-    return found, bodies
+    return definitions, bodies
 
 
 def _parts(node: FunctionNode | ast.ClassDef) -> Iterator[ast.AST]:

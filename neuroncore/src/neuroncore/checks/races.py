@@ -54,9 +54,9 @@ def races(first: Trace, second: Trace) -> Iterator[tuple[str, Place]]:
     mine, others = _accesses(first), _accesses(second)
     for key in mine.keys() & others.keys():
         storage = key[0]
-        found = _conflict(storage.layout, mine[key], others[key])
-        if found is not None:
-            (a, place), (b, other) = found
+        conflict = _conflict(storage.layout, mine[key], others[key])
+        if conflict is not None:
+            (a, place), (b, other) = conflict
             verbs = ["writes" if access.writes else "reads" for access in (a, b)]
             yield (
                 f"core 0 {verbs[0]} {storage.describe()} at line {place[1]} where core 1 "
@@ -68,7 +68,7 @@ def races(first: Trace, second: Trace) -> Iterator[tuple[str, Place]]:
 
 def _accesses(trace: Trace) -> _Accesses:
     """Lines of the regions of HBM tensors that a core uses, by tensor and its barriers passed."""
-    found: _Accesses = defaultdict(dict)
+    accesses: _Accesses = defaultdict(dict)
     passed = Counter[Storage]()
     for number, (template, storages, code, line) in enumerate(trace.records):
         if number in trace.barriers:
@@ -78,8 +78,10 @@ def _accesses(trace: Trace) -> _Accesses:
                 if not storage.layout.on_chip:
                     for region in _regions(trace, number, at):
                         access = _Access(region, at < template.writes)
-                        found[storage, passed[storage]].setdefault(access, (code.co_filename, line))
-    return found
+                        accesses[storage, passed[storage]].setdefault(
+                            access, (code.co_filename, line)
+                        )
+    return accesses
 
 
 def _regions(trace: Trace, number: int, at: int) -> Iterable[int]:

@@ -94,11 +94,11 @@ def _value(name: str, value: str) -> Any:
 
 
 def _dtype(name: str, text: str) -> DType:
-    found = DTYPES.get(_SHORT.get(text, text))
-    if found is None:
+    dtype = DTYPES.get(_SHORT.get(text, text))
+    if dtype is None:
         short = ", ".join(key for key in _SHORT if not key.startswith("fp8_"))
         raise ValueError(f"--arg {name}: dtype {text!r} is unknown; use {short} or a name of NKI")
-    return found
+    return dtype
 
 
 def _shape(name: str, value: str, text: str) -> tuple[int, ...]:

@@ -32,8 +32,8 @@ def _calibrate(options: argparse.Namespace) -> dict[str, Any]:
     from neuroncore.calibration.measurements import read
     from neuroncore.files import replacing
 
-    found = asdict(calibrate(read(options.measurements), options.measurements))
-    document = {"measurements": str(options.measurements), **found}
+    calibration = asdict(calibrate(read(options.measurements), options.measurements))
+    document = {"measurements": str(options.measurements), **calibration}
     if options.output is not None:
         with replacing(options.output) as temporary:
             temporary.write_text(json.dumps(document, indent=2, allow_nan=False), encoding="utf-8")

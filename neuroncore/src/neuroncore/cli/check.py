@@ -58,7 +58,7 @@ def _check(options: argparse.Namespace) -> dict[str, Any]:
     file, colon, name = options.kernel.rpartition(":")
     path = python_file(file if colon else options.kernel)
     place = place_of(_with_kernel(options.kernel, path)) if options.arguments else None
-    found = [
+    findings = [
         KernelFinding(shown(e.path), e.line, e.column, e.rule, e.severity,
                 f"{e.message}; {RULES[e.rule].remedy}")
         for e in lint_file(str(path), options.nki, name if colon else place.name if place else "")
@@ -68,18 +68,18 @@ def _check(options: argparse.Namespace) -> dict[str, Any]:
         launch = launch_of(options)
         with contained(is_quiet=options.json), as_nki(), awakened(options.max_seconds):
             more, ran = _run(place, launch)
-        found += more
-    found = once(found)
+        findings += more
+    findings = once(findings)
     if options.sarif is not None:
-        log = json.dumps(sarif(found, shown(str(path)) + (f":{place.name}" if place else "")))
+        log = json.dumps(sarif(findings, shown(str(path)) + (f":{place.name}" if place else "")))
         options.sarif.write_text(log + "\n", encoding="utf-8")
     failing = ("error", "warning") if options.strict else ("error",)
-    options.exit_code = lambda document: int(any(f.severity in failing for f in found))
+    options.exit_code = lambda document: int(any(f.severity in failing for f in findings))
     return {
         "kernel": str(place or path.name),
         "nki": options.nki,
         "run": ran,
-        "findings": [each.document() for each in found],
+        "findings": [each.document() for each in findings],
     }
 
 
@@ -110,8 +110,8 @@ def _run(place: FunctionPath, launch: LaunchOptions) -> tuple[list[KernelFinding
         warnings.simplefilter("always", NkiWarning)
         try:
             launch = with_inputs(launch)
-            with reported(place.path), running_on(refused), module(place.path) as found:
-                kernel = kernel_of(found, place)
+            with reported(place.path), running_on(refused), module(place.path) as loaded:
+                kernel = kernel_of(loaded, place)
                 code = kernel.func.__code__
                 start = code.co_filename, code.co_firstlineno
                 kernel, arguments = prepared(kernel, place, launch)
@@ -120,8 +120,8 @@ def _run(place: FunctionPath, launch: LaunchOptions) -> tuple[list[KernelFinding
                     check_banks(times)
             if not refused and kernel.lnc == 2 and orders:
                 again = replace(settings, schedules=orders)
-                with reported(place.path), module(place.path) as found:
-                    kernel, arguments = prepared(kernel_of(found, place), place, launch)
+                with reported(place.path), module(place.path) as loaded:
+                    kernel, arguments = prepared(kernel_of(loaded, place), place, launch)
                     kernels.run(kernel, (), arguments, again)
         except KernelError as error:
             ran, cause = "stopped", error.__cause__
@@ -142,10 +142,10 @@ def _run(place: FunctionPath, launch: LaunchOptions) -> tuple[list[KernelFinding
 
 
 def _show(document: dict[str, Any]) -> None:
-    for found in document["findings"]:
-        place = "{path}:{line}:{column}: {severity} {rule}".format_map(found)
-        source = f" ({found['source']})" if found["source"] else ""
-        stdout.print(one_line(f"{place}: {found['message']}{source}"))
+    for finding in document["findings"]:
+        place = "{path}:{line}:{column}: {severity} {rule}".format_map(finding)
+        source = f" ({finding['source']})" if finding["source"] else ""
+        stdout.print(one_line(f"{place}: {finding['message']}{source}"))
     count = len(document["findings"])
     how = {
         None: "not run: it takes --arg",

@@ -101,13 +101,13 @@ def _lines(modelled: Summary, other: Summary) -> list[dict[str, Any]]:
         {tuple(entry[name] for name in names): entry for entry in lines}
         for lines in (modelled.lines, other.lines)
     )
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for place in ours | theirs:
         sides = ours.get(place, {}), theirs.get(place, {})
         pairs = {n: _pair(*[side.get(n) for side in sides]) for n in ("instructions", "busy_ms")}
-        found.append({**dict(zip(names, place, strict=True)), **pairs})
-    found.sort(key=lambda e: -max(e["busy_ms"]["modelled"] or 0, e["busy_ms"]["other"] or 0))
-    return found
+        rows.append({**dict(zip(names, place, strict=True)), **pairs})
+    rows.sort(key=lambda e: -max(e["busy_ms"]["modelled"] or 0, e["busy_ms"]["other"] or 0))
+    return rows
 
 
 def _show(document: dict[str, Any]) -> None:

@@ -77,29 +77,29 @@ def python_file(text: str) -> Path:
 
 def kernel_of(module: types.ModuleType, place: FunctionPath) -> Kernel:
     """The kernel, or plain function, of that name; also inside of a wrapper."""
-    found = wrapped = getattr(module, place.name, None)
+    kernel = wrapped = getattr(module, place.name, None)
     while wrapped is not None:
         if isinstance(wrapped, Kernel):
             return wrapped
         kept = (getattr(wrapped, name, None) for name in ("__wrapped__", "kernel", "func"))
         wrapped = next((inner for inner in kept if callable(inner)), None)
-    if isinstance(found, types.FunctionType):
-        return Kernel(found)
+    if isinstance(kernel, types.FunctionType):
+        return Kernel(kernel)
     names = sorted(n for n, value in vars(module).items() if isinstance(value, Kernel))
     there = f"it has {listed(names)}" if names else _NO_KERNEL
     file = place.path.name
-    if found is not None:
-        raise UsageError(f"{place.name} of {file} is no kernel but {found!r:.40}; {there}")
+    if kernel is not None:
+        raise UsageError(f"{place.name} of {file} is no kernel but {kernel!r:.40}; {there}")
     raise UsageError(f"{file} has no kernel {place.name}; {there}")
 
 
 def function_of(module: types.ModuleType, place: FunctionPath) -> Callable[..., Any]:
     """The function of that name, which may be a kernel's own."""
-    found = getattr(module, place.name, None)
-    found = found.func if isinstance(found, Kernel) else found
-    if not callable(found):
+    function = getattr(module, place.name, None)
+    function = function.func if isinstance(function, Kernel) else function
+    if not callable(function):
         raise UsageError(f"{place.path.name} has no function {place.name}")
-    return found
+    return function
 
 
 def listed(names: Iterable[str]) -> str:
@@ -164,7 +164,7 @@ def module(path: Path, constants: Mapping[str, Any] | None = None) -> Generator[
 
 
 def _with_constants(tree: ast.Module, path: Path, constants: Mapping[str, Any]) -> ast.Module:
-    found = dict.fromkeys(constants, 0)
+    assignments = dict.fromkeys(constants, 0)
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else []
         if isinstance(node, ast.AnnAssign) and node.value is not None:
@@ -173,9 +173,9 @@ def _with_constants(tree: ast.Module, path: Path, constants: Mapping[str, Any]) 
             continue
         name = targets[0].id
         if name in constants and isinstance(node, ast.Assign | ast.AnnAssign):
-            found[name] += 1
+            assignments[name] += 1
             node.value = ast.copy_location(ast.Constant(constants[name]), node)
-    for name, count in found.items():
+    for name, count in assignments.items():
         if count != 1:
             times = "never" if count == 0 else f"{count} times"
             raise UsageError(
@@ -273,10 +273,10 @@ def reported(path: Path) -> Generator[None]:
 
 def _innermost_line(error: BaseException, path: Path) -> int:
     """The line of the innermost frame in the file, or 0."""
-    found = 0
+    line = 0
     frame = error.__traceback__
     while frame is not None:
         if frame.tb_frame.f_code.co_filename == str(path):
-            found = frame.tb_lineno
+            line = frame.tb_lineno
         frame = frame.tb_next
-    return found
+    return line

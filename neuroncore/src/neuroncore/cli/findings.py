@@ -128,9 +128,9 @@ def of_message(
 def once(findings: Iterable[KernelFinding]) -> list[KernelFinding]:
     """In order of files and lines; of those that differ by numbers alone the first: a loop's."""
     first: dict[object, KernelFinding] = {}
-    for found in findings:
-        key = found.path, found.line, found.rule, re.sub(r"\d+", "", found.message)
-        first.setdefault(key, found)
+    for finding in findings:
+        key = finding.path, finding.line, finding.rule, re.sub(r"\d+", "", finding.message)
+        first.setdefault(key, finding)
     return sorted(first.values())
 
 
@@ -152,7 +152,7 @@ def source_of(rule: str) -> str:
 def sarif(findings: Iterable[KernelFinding], kernel: str) -> dict[str, Any]:
     """A SARIF 2.1.0 log of one run, as GitHub's code scanning takes it: a category a kernel."""
     findings = list(findings)
-    names = sorted({found.rule for found in findings})
+    names = sorted({finding.rule for finding in findings})
     rules = [
         {
             "id": name,
@@ -163,20 +163,20 @@ def sarif(findings: Iterable[KernelFinding], kernel: str) -> dict[str, Any]:
     ]
     results = [
         {
-            "ruleId": found.rule,
-            "ruleIndex": names.index(found.rule),
-            "level": found.severity,
-            "message": {"text": found.message},
+            "ruleId": finding.rule,
+            "ruleIndex": names.index(finding.rule),
+            "level": finding.severity,
+            "message": {"text": finding.message},
             "locations": [
                 {
                     "physicalLocation": {
-                        "artifactLocation": {"uri": _uri(found.path)},
-                        "region": {"startLine": found.line, "startColumn": found.column},
+                        "artifactLocation": {"uri": _uri(finding.path)},
+                        "region": {"startLine": finding.line, "startColumn": finding.column},
                     }
                 }
             ],
         }
-        for found in findings
+        for finding in findings
     ]
     driver = {
         "name": "neuroncore",

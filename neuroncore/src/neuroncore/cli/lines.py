@@ -62,14 +62,16 @@ def gathered(
 
     order = np.lexsort((start, group))
     group, start, end = group[order], start[order], end[order]
-    found: dict[Place, list[float]] = {}
+    by_place: dict[Place, list[float]] = {}
     bounds = np.flatnonzero(np.diff(group, prepend=-1)).tolist()
     for a, b in itertools.pairwise([*bounds, len(group)]):
-        entry = found.setdefault(place(int(group[a])), [0, 0.0])
+        entry = by_place.setdefault(place(int(group[a])), [0, 0.0])
         entry[0] += b - a
         entry[1] += covered(start[a:b], end[a:b]) / 1e6
     names = ("file", "line", "engine")
     return [
         {**dict(zip(names, at, strict=True)), "instructions": int(count), "busy_ms": busy_ms}
-        for at, (count, busy_ms) in sorted(found.items(), key=lambda item: (-item[1][1], item[0]))
+        for at, (count, busy_ms) in sorted(
+            by_place.items(), key=lambda item: (-item[1][1], item[0])
+        )
     ]

@@ -52,9 +52,9 @@ def _lint(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _show(document: dict[str, Any]) -> None:
-    for found in document["findings"]:
-        place = "{path}:{line}:{column}: {severity} {rule}".format_map(found)
-        text = one_line(f"{place}: {found['message']}; {found['remedy']}")
+    for finding in document["findings"]:
+        place = "{path}:{line}:{column}: {severity} {rule}".format_map(finding)
+        text = one_line(f"{place}: {finding['message']}; {finding['remedy']}")
         stdout.print(text)
     count = len(document["findings"])
     stdout.print(f"{count or 'no'} finding{'s' * (count != 1)} (NKI {document['nki']})")

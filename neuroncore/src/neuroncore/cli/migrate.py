@@ -93,9 +93,9 @@ def _verified(options: argparse.Namespace, path: Path, text: str) -> list[dict[s
         finally:
             sys.path.remove(str(old.path.parent))
     values = [[a.astype(t) for a in before] for t in (np.float64, np.float32)]
-    found = reference.agreements(after, reference.Expected(str(old), *values))
-    reference.check_agreement(found, old)
-    return [entry.document() for entry in found]
+    agreements = reference.agreements(after, reference.Expected(str(old), *values))
+    reference.check_agreement(agreements, old)
+    return [entry.document() for entry in agreements]
 
 
 def _show(document: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ def lines(folder: Path) -> list[dict[str, Any]] | None:
     names = [ENGINES.get(name.lower(), name) for name in engines] + ["DMA"]
     sources = [re.search(r"([^\s\[\],\"']+):(\d+)", text) for text in texts]
     is_work = np.array([not text.startswith(_WAITS) for text in opcodes], bool)[opcode]
-    keep = np.array([found is not None for found in sources], bool)[source] & is_work
+    keep = np.array([match is not None for match in sources], bool)[source] & is_work
     start, end = _times(folder, table, "start_ts", "end_ts")
     dma_start, dma_end = _times(folder, table, "dma_trigger_start_ts", "dma_trigger_end_ts")
     is_dma = keep & (dma_end > dma_start)
@@ -62,17 +62,17 @@ def lines(folder: Path) -> list[dict[str, Any]] | None:
     place = (core * len(sources) + source) * len(names)
 
     def place_of(group: int) -> source_lines.Place:
-        found = sources[group // len(names) % len(sources)]
-        assert found is not None  # `keep` has no other
-        return Path(found[1]).name, int(found[2]), names[group % len(names)]
+        source = sources[group // len(names) % len(sources)]
+        assert source is not None  # `keep` has no other
+        return Path(source[1]).name, int(source[2]), names[group % len(names)]
 
-    found = source_lines.gathered(
+    rows = source_lines.gathered(
         np.concatenate([(place + engine)[keep], place[is_dma] + len(names) - 1]),
         np.concatenate([start[keep], dma_start[is_dma]]),
         np.concatenate([end[keep], dma_end[is_dma]]),
         place_of,
     )
-    return found or None
+    return rows or None
 
 
 def _table(folder: Path, name: str, columns: tuple[str, ...] = ()) -> Any:
@@ -103,8 +103,8 @@ def _table(folder: Path, name: str, columns: tuple[str, ...] = ()) -> Any:
 
 def _coded(table: Any, name: str) -> tuple[np.ndarray, list[str]]:
     """A column of texts as numbers, and the texts by number; null is ""."""
-    found = _column(table, name, "string").fill_null("").combine_chunks().dictionary_encode()
-    return found.indices.to_numpy().astype("int64"), found.dictionary.to_pylist()
+    encoded = _column(table, name, "string").fill_null("").combine_chunks().dictionary_encode()
+    return encoded.indices.to_numpy().astype("int64"), encoded.dictionary.to_pylist()
 
 
 def _times(folder: Path, table: Any, first: str, last: str) -> tuple[np.ndarray, np.ndarray]:

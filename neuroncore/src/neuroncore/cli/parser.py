@@ -25,11 +25,11 @@ class Parser(argparse.ArgumentParser):
         self, args: Any = None, namespace: Any = None
     ) -> Any:
         """Parse all, or say which command does not know what, and what it may have meant."""
-        found, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             meant = self._meant(unknown[0].partition("=")[0])
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
-        return found, unknown
+        return parsed, unknown
 
     def _meant(self, option: str) -> str:
         if not option.startswith("--"):

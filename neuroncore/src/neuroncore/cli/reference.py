@@ -52,8 +52,8 @@ class Expected:
 
 def expect(place: FunctionPath, arguments: dict[str, Any]) -> Expected:
     """`expected_of` the function of a file."""
-    with reported(place.path), module(place.path) as found:
-        return expected_of(function_of(found, place), str(place), arguments)
+    with reported(place.path), module(place.path) as loaded:
+        return expected_of(function_of(loaded, place), str(place), arguments)
 
 
 def expected_of(function: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> Expected:
@@ -73,8 +73,8 @@ def expected_of(function: Callable[..., Any], name: str, arguments: Mapping[str,
 
 def inputs_of(place: FunctionPath) -> dict[str, Any]:
     """The arguments of a kernel, by parameter, that a function returns."""
-    with reported(place.path), module(place.path) as found:
-        values = function_of(found, place)()
+    with reported(place.path), module(place.path) as loaded:
+        values = function_of(loaded, place)()
     if not isinstance(values, dict):
         raise KernelError(f"{place} must return a dict of arguments; it returns {values!r:.40}")
     return values
@@ -132,9 +132,9 @@ def _finite(value: float) -> float | None:
     return value if np.isfinite(value) else None
 
 
-def check_agreement(found: list[Agreement], place: FunctionPath) -> None:
+def check_agreement(agreements: list[Agreement], place: FunctionPath) -> None:
     """Raise KernelError at the first output that is too far from the reference."""
-    for entry in found:
+    for entry in agreements:
         if not entry.agrees:
             raise KernelError(f"values: {describe(entry)}, of {place} in fp64")
 

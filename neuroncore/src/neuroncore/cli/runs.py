@@ -78,8 +78,8 @@ def run(
 
     Raises KernelError, of one line, for what goes wrong in the user's code.
     """
-    with reported(place.path), module(place.path, constants) as found:
-        kernel = kernel_of(found, place)
+    with reported(place.path), module(place.path, constants) as loaded:
+        kernel = kernel_of(loaded, place)
         return _run(kernel, place, launch)
 
 
@@ -122,7 +122,7 @@ def compare(places: Sequence[FunctionPath], launch: LaunchOptions) -> dict[str, 
     Returns {"modelled", "kernels": [profile document, with "file"], "ratios": [to the first]}.
     """
     taken: set[str] = set()
-    found: list[dict[str, Any]] = []
+    kernels: list[dict[str, Any]] = []
     for place in places:
         with reported(place.path), module(place.path) as imported:
             kernel = kernel_of(imported, place)
@@ -137,19 +137,19 @@ def compare(places: Sequence[FunctionPath], launch: LaunchOptions) -> dict[str, 
                 done = _run(kernel, place, replace(launch, arguments=own))
             except UsageError as error:
                 raise UsageError(f"{place}: {error}") from error
-        found.append({"file": str(place), **done.document()})
+        kernels.append({"file": str(place), **done.document()})
     unknown = [name for name in launch.arguments if name not in taken]
     if unknown:
         raise UsageError(f"none of the kernels has a parameter {listed(unknown)}")
     ratios = [
         {
-            name: _ratio(of, found[0], name)
+            name: _ratio(of, kernels[0], name)
             for name, _ in _MEASURES
             if name not in ("bound", "error")
         }
-        for of in found
+        for of in kernels
     ]
-    return {"modelled": True, "kernels": found, "ratios": ratios}
+    return {"modelled": True, "kernels": kernels, "ratios": ratios}
 
 
 _MEASURES: tuple[tuple[str, str], ...] = (
@@ -203,15 +203,15 @@ def _ratio(document: dict[str, Any], base: dict[str, Any], name: str) -> float |
 
 def show_comparison(document: dict[str, Any]) -> None:
     """Print a column per kernel, and a ratio to the first beside each other."""
-    found = document["kernels"]
-    _show_launch(found[0])
-    files = [entry["file"] for entry in found]
+    kernels = document["kernels"]
+    _show_launch(kernels[0])
+    files = [entry["file"] for entry in kernels]
     columns = ["", files[0]]
     for file in files[1:]:
         columns += [file, "ratio"]
     rows: list[list[str | None]] = []
     for name, title in _MEASURES:
-        values = [_measure(entry, name) for entry in found]
+        values = [_measure(entry, name) for entry in kernels]
         if not any(values):
             continue
         row = [title, _shown(values[0])]
@@ -247,9 +247,9 @@ def sweep(
     Returns {"modelled", "kernel", "target", "model", "points"}; each point has "values",
     "refused" (None, or why) and numbers of its profile; fastest first, refused last.
     """
-    with reported(place.path), module(place.path) as found:
-        known, takes_any = parameters_of(kernel_of(found, place).func)
-        is_parameter = {n: n in known or (takes_any and not hasattr(found, n)) for n in sweeps}
+    with reported(place.path), module(place.path) as loaded:
+        known, takes_any = parameters_of(kernel_of(loaded, place).func)
+        is_parameter = {n: n in known or (takes_any and not hasattr(loaded, n)) for n in sweeps}
     both = [name for name in sweeps if name in launch.arguments]
     if both:
         raise UsageError(f"--sweep {listed(both)} and --arg give the same parameter a value")

@@ -99,15 +99,15 @@ def _places(data: NkiTensor, vals: NkiTensor, order: Iterable[int]) -> np.ndarra
     """Index of each value [P, 8], -1 where none is left; earlier ones take the earlier places."""
     values, wanted = flat(read(data)), flat(read(vals))
     free = np.ones(values.shape, bool)
-    found = np.full(wanted.shape, -1, np.int64)
+    places = np.full(wanted.shape, -1, np.int64)
     rows = np.arange(len(values))
     for column in order:
         match = free & (values == wanted[:, column, None])
         place = match.argmax(1)
         hit = match[rows, place]
-        found[hit, column] = place[hit]
+        places[hit, column] = place[hit]
         free[rows[hit], place[hit]] = False
-    return found
+    return places
 
 
 @instruction("dst")

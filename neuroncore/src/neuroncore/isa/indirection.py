@@ -80,14 +80,14 @@ def _run(
     core: SimulatedCore, call: Callable[..., NkiInstruction], given: dict[str, Any]
 ) -> tuple[InstructionTemplate, Sequence[NkiTensor]]:
     """Run an instruction without recording it; returns its template and its operands."""
-    found: list[tuple[InstructionTemplate, Sequence[NkiTensor]]] = []
+    issued: list[tuple[InstructionTemplate, Sequence[NkiTensor]]] = []
 
     def record(
         template: InstructionTemplate, operands: Sequence[NkiTensor], arguments: Any = None
     ) -> NkiInstruction:
         if core.execute:
             template.run(*(operands if arguments is None else arguments))
-        found.append((template, operands))
+        issued.append((template, operands))
         return NkiInstruction(core.trace, -1)
 
     vars(core)["record"] = record
@@ -95,7 +95,7 @@ def _run(
         call(**given)
     finally:
         del vars(core)["record"]
-    (one,) = found
+    (one,) = issued
     return one
 
 
@@ -142,17 +142,17 @@ def _offsets(core: SimulatedCore, opcode: str, view: IndirectTile, group: int) -
         return np.zeros(count, np.int64)
     table = raw(index).astype(np.int64)
     i = np.arange(count)
-    found = table[i % group, i // group]
+    offsets = table[i % group, i // group]
     for first in range(group, len(table), group):
         part = table[first : first + group]
         known = i % group < len(part)
-        if (part[(i % group)[known], (i // group)[known]] != found[known]).any():
+        if (part[(i % group)[known], (i // group)[known]] != offsets[known]).any():
             refuse(
                 f"{opcode}: partitions {first} on of {index} hold other offsets than the first "
                 f"{group}; the documentation defines one set, write it to each {group} partitions"
             )
-    check.in_bounds(opcode, found, view.base.geometry.elements)
-    return found
+    check.in_bounds(opcode, offsets, view.base.geometry.elements)
+    return offsets
 
 
 # rules

@@ -74,20 +74,20 @@ def instruction(
             parts = [v.geometry if v.__class__ is NkiTensor else v for v in values]
             key = (build, len(args), *kwargs, *parts)
             try:
-                found = core.templates.get(key)
+                entry = core.templates.get(key)
             except TypeError:  # a list among the options, or what is no option at all
                 parts = list(map(running.hashable, parts))
                 for part in parts:
                     if not isinstance(part, Hashable):
                         refuse(f"{opcode}: takes tiles and options; got {seen(part)}")
                 key = (build, len(args), *kwargs, *parts)
-                found = core.templates.get(key)
-            if found is None:
+                entry = core.templates.get(key)
+            if entry is None:
                 if any(v.__class__ is IndirectTile for v in values):
                     given = dict(zip([*[*parameters][: len(args)], *kwargs], values, strict=True))
                     return indirection.issue(issue, opcode, {**given, "name": name})
-                found = core.templates[key] = prepared(core, *args, **kwargs)
-            template, places, names = found
+                entry = core.templates[key] = prepared(core, *args, **kwargs)
+            template, places, names = entry
             tensors = [values[i] for i in places]
             arguments = None
             if core.execute:

@@ -85,7 +85,7 @@ def judge(
         random = np.random.default_rng([at, *digest])
         row = _run(task, case, program, random, target, limits)
         rows.append({"case": case.text, **row, "par_ms": par[at] if par else None})
-    findings = [asdict(found) for found in _findings(submission.path)]
+    findings = [asdict(finding) for finding in _findings(submission.path)]
     problems = [row["refused"] or row["wrong"] for row in rows]
     problems += [f"{f['rule']}: {f['message']} [line {f['line']}]" for f in findings]
     problem = next(filter(None, problems), None)
@@ -118,7 +118,7 @@ def score_of(rows: list[dict[str, Any]]) -> tuple[float, float, float]:
 
 def _findings(path: Path) -> list[Any]:
     try:
-        return [found for found in lint(path) if found.severity == "error"]
+        return [finding for finding in lint(path) if finding.severity == "error"]
     except ValueError:  # no Python: so says the process that runs it
         return []
 
@@ -172,14 +172,14 @@ def _compared(
         if len(got) != len(exact):
             return None, f"it returns {len(got)} tensors{where}; the task has {len(exact)}"
         for i, (a, e, dtype) in enumerate(zip(got, exact, task.outputs, strict=True)):
-            found, asked = from_numpy(a.dtype), dtype or case.dtype
-            if found != asked or a.shape != e.shape:
-                seen = f"{found} {list(a.shape)}, it must be {asked} {list(e.shape)}"
+            actual, asked = from_numpy(a.dtype), dtype or case.dtype
+            if actual != asked or a.shape != e.shape:
+                seen = f"{actual} {list(a.shape)}, it must be {asked} {list(e.shape)}"
                 return None, f"output {i}{where} is {seen}"
             difference = np.abs(a.astype(np.float64) - e)
             size = np.abs(e) + np.sqrt(np.mean(np.square(e, dtype=np.float64)))
-            limit = max(TOLERANCES[case.dtype], TOLERANCES.get(found, 0.0))
-            allowed = limit * size if found.is_float else 0.5
+            limit = max(TOLERANCES[case.dtype], TOLERANCES.get(actual, 0.0))
+            allowed = limit * size if actual.is_float else 0.5
             share = float(np.max(np.where(difference == 0, 0.0, difference / allowed)))
             if not share <= 1:
                 at = np.unravel_index(np.argmax(np.nan_to_num(difference, nan=np.inf)), e.shape)
@@ -216,7 +216,7 @@ def _ask(request: dict[str, Any], limits: Budget) -> tuple[list[bytes], str]:
     """Lines that the process writes, and why it ended before it had written all."""
     command = [sys.executable, "-s", "-B", str(Path(__file__).with_name("child.py"))]
     environment = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    found, end, problem = bytearray(), time.monotonic() + limits.seconds, ""
+    answer, end, problem = bytearray(), time.monotonic() + limits.seconds, ""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as asked:
         asked.write(json.dumps(request).encode())
         asked.seek(0)
@@ -232,7 +232,7 @@ def _ask(request: dict[str, Any], limits: Budget) -> tuple[list[bytes], str]:
                     problem = f"it ran for more than {limits.seconds:g} s and was stopped"
                 elif not (chunk := os.read(process.stdout.fileno(), 1 << 20)):
                     break
-                elif len(found := found + chunk) > _ANSWER_BYTES:
+                elif len(answer := answer + chunk) > _ANSWER_BYTES:
                     problem = f"its program is larger than {_ANSWER_BYTES >> 20} MiB"
             if not problem:
                 process.wait(max(0.0, end - time.monotonic()))
@@ -246,4 +246,4 @@ def _ask(request: dict[str, Any], limits: Budget) -> tuple[list[bytes], str]:
     if not problem and code == -signal.SIGXCPU:
         problem = f"it used more than {limits.seconds:g} CPU seconds and was stopped"
     how = f"by signal {-code}" if code < 0 else f"with code {code}"
-    return bytes(found).split(b"\n"), problem or f"its process ended {how} without a program"
+    return bytes(answer).split(b"\n"), problem or f"its process ended {how} without a program"

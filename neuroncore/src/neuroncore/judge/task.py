@@ -101,13 +101,13 @@ class KernelTask:
 
     def values(self, case: TaskCase, random: np.random.Generator) -> dict[str, list[Any]]:
         """Arrays, one a rank, by input."""
-        found: dict[str, list[Any]] = {name: [] for name in self.inputs}
+        values: dict[str, list[Any]] = {name: [] for name in self.inputs}
         for name in [name for _ in range(self.ranks or 1) for name in self.inputs]:
             dtype, shape, make = self.form(name, case)
             made = make(random, shape, case.dims)
             array = from_fp32(made.astype(np.float32), dtype) if dtype.is_float else made
-            found[name].append(array.astype(dtype.numpy))
-        return found
+            values[name].append(array.astype(dtype.numpy))
+        return values
 
     def expected(self, case: TaskCase, values: Mapping[str, list[Any]]) -> list[list[Any]]:
         """For each rank what a kernel must return, in fp64 or integers."""
@@ -115,6 +115,6 @@ class KernelTask:
             [a.astype(np.float64) if self.form(name, case)[0].is_float else a for a in arrays]
             for name, arrays in values.items()
         ]
-        found = self.reference(*(exact if self.ranks else [a for (a,) in exact]))
-        each = found if self.ranks else [found]
+        results = self.reference(*(exact if self.ranks else [a for (a,) in exact]))
+        each = results if self.ranks else [results]
         return [list(outputs) if isinstance(outputs, tuple) else [outputs] for outputs in each]

@@ -34,11 +34,11 @@ def _attention(qt: Any, kt: Any, v: Any, behind: float = np.inf, ahead: float = 
 
 
 def _scan(a: Any, b: Any) -> Any:
-    h, found = 0.0, []
+    h, states = 0.0, []
     for t in range(a.shape[1]):
         h = a[:, t] * h + b[:, t]
-        found.append(h)
-    return np.stack(found, 1)
+        states.append(h)
+    return np.stack(states, 1)
 
 
 def _rope(x: Any, cos: Any, sin: Any) -> Any:

@@ -49,7 +49,7 @@ def _renamed(records: list[Record]) -> list[Record]:
     """The records where what is overwritten whole, on chip, has memory of its own from there on."""
     now: dict[Storage, Storage] = {}
     seen: set[Storage] = set()
-    found: list[Record] = []
+    copied: list[Record] = []
     for template, storages, code, line in records:
         renamed = [now.get(s, s) for s in storages]
         for at in range(template.writes):
@@ -60,8 +60,8 @@ def _renamed(records: list[Record]) -> list[Record]:
                 fresh.code, fresh.line, fresh.store = old.code, old.line, old.store
                 fresh.initialised = True
         seen.update(renamed)
-        found.append((template, tuple(renamed), code, line))
-    return found
+        copied.append((template, tuple(renamed), code, line))
+    return copied
 
 
 def _read(records: list[Record]) -> list[Record]:
@@ -79,7 +79,7 @@ def _read(records: list[Record]) -> list[Record]:
 def _loads(records: list[Record]) -> dict[Storage, Any]:
     """Tiles that a load alone fills, with what it loads; from what nothing writes."""
     writes = Counter(s for template, storages, _, _ in records for s in storages[: template.writes])
-    found: dict[Storage, Any] = {}
+    loads: dict[Storage, Any] = {}
     for template, storages, _, _ in records:
         if template.dma is None or template.dynamic or len(storages) != 2:
             continue
@@ -87,8 +87,8 @@ def _loads(records: list[Record]) -> dict[Storage, Any]:
         if tile.memory is not MemoryRegion.sbuf or source.memory.on_chip or template.regions[0]:
             continue
         if writes[tile] == 1 and not writes[source]:
-            found[tile] = source, template.regions[1], tile.layout, template.dma
-    return found
+            loads[tile] = source, template.regions[1], tile.layout, template.dma
+    return loads
 
 
 def _repeated(loads: dict[Storage, Any], room: int) -> dict[Storage, Storage]:
@@ -97,17 +97,17 @@ def _repeated(loads: dict[Storage, Any], room: int) -> dict[Storage, Storage]:
     So many bytes of a partition have room; what was used longest ago goes first.
     """
     kept: OrderedDict[Any, Storage] = OrderedDict()
-    found: dict[Storage, Storage] = {}
+    repeated: dict[Storage, Storage] = {}
     for tile, contents in loads.items():
         if contents in kept:
-            found[tile] = kept[contents]
+            repeated[tile] = kept[contents]
             kept.move_to_end(contents)
             continue
         kept[contents] = tile
         room -= tile.bytes
         while kept and room < 0:
             room += kept.popitem(last=False)[1].bytes
-    return found
+    return repeated
 
 
 def _peak(records: list[Record], without: set[Storage]) -> int:

@@ -272,12 +272,12 @@ class TileBlocks:
         return TileBlocks(rest, self.tiles[at * count : (at + 1) * count]), keys[len(named) :]
 
     def __getitem__(self, key: Any) -> Any:
-        found, rest = self._found(key)
-        return found[rest] if rest else found
+        tile, rest = self._found(key)
+        return tile[rest] if rest else tile
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        found, rest = self._found(key)
-        found[rest or ...] = value
+        tile, rest = self._found(key)
+        tile[rest or ...] = value
 
 
 def _operator(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -130,10 +130,10 @@ class Geometry:
     ) -> Geometry:
         """The interned geometry of another view of the same layout."""
         key = (shape, strides, offset, dtype or self.dtype, indirect or self.indirect)
-        found = self.layout.views.get(key)
-        if found is None:
-            found = self.layout.views[key] = Geometry(self.layout, *key)
-        return found
+        geometry = self.layout.views.get(key)
+        if geometry is None:
+            geometry = self.layout.views[key] = Geometry(self.layout, *key)
+        return geometry
 
     def holds(self, elements: int) -> bool:
         """Whether the view, so many elements further on, is still in its storage."""
@@ -146,19 +146,19 @@ class Geometry:
     def moved(self, elements: int) -> Geometry:
         """The same view so many elements further on, its place known."""
         key = (self.shape, self.strides, self.offset + elements, self.dtype, None)
-        found = self.layout.views.get(key)
-        if found is None:
-            found = self.layout.views[key] = Geometry(self.layout, *key)
-        return found
+        geometry = self.layout.views.get(key)
+        if geometry is None:
+            geometry = self.layout.views[key] = Geometry(self.layout, *key)
+        return geometry
 
 
 def whole(layout: Layout) -> Geometry:
     """The interned geometry of a tensor, from which those of its views derive."""
-    found = layout.whole
-    if found is None:
+    geometry = layout.whole
+    if geometry is None:
         key = (layout.shape, contiguous_strides(layout.shape), 0, layout.dtype, None)
-        found = layout.whole = layout.views[key] = Geometry(layout, *key)
-    return found
+        geometry = layout.whole = layout.views[key] = Geometry(layout, *key)
+    return geometry
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

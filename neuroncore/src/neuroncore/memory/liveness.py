@@ -70,18 +70,18 @@ def check_fits(
     """
     limits: dict[MemoryRegion, int] = {}
     for memory in (MemoryRegion.sbuf, MemoryRegion.psum):
-        found = peak(trace, memory, machine)
-        limits[memory] = max(found.used, room_of(memory, machine))
-        if found.used > (found.limit if policy else room_of(memory, machine)):
+        held = peak(trace, memory, machine)
+        limits[memory] = max(held.used, room_of(memory, machine))
+        if held.used > (held.limit if policy else room_of(memory, machine)):
             unit = "banks" if memory is MemoryRegion.psum else "bytes per partition"
             problem = (
-                f"{memory.value} does not fit: {found.used} {unit} are live at once, "
-                f"{machine.target} has {found.limit}; free or shrink the largest: "
-                f"{_largest(found.live)}"
+                f"{memory.value} does not fit: {held.used} {unit} are live at once, "
+                f"{machine.target} has {held.limit}; free or shrink the largest: "
+                f"{_largest(held.live)}"
             )
             if policy != "warn":
                 raise CapacityError(problem)
-            made = found.live[0] if found.live else None
+            made = held.live[0] if held.live else None
             place = (made.code.co_filename, made.line) if made and made.code else None
             note(f"{problem}; modelled as if it did", place)
         _check_addresses([s for s in trace.storages if s.address and s.memory is memory])

@@ -109,17 +109,19 @@ class _Intervals:
         if known is not None:
             return known
         begin, end = new
-        found = [new]
+        overlapping = [new]
         for length, begins in self._begins.items():
             places = range(begin // length - 1, (end - 1) // length + 1)
             near = begins if len(places) > len(begins) else begins.keys() & places
-            found += [one for at in near for one in begins[at] if one[0] < end and one[1] > begin]
-        for other in found[1:]:
+            overlapping += [
+                one for at in near for one in begins[at] if one[0] < end and one[1] > begin
+            ]
+        for other in overlapping[1:]:
             self._touching[other].append(new)
         length = 1 << (end - begin - 1).bit_length()
         self._begins[length].setdefault(begin // length, []).append(new)
-        self._touching[new] = found
-        return found
+        self._touching[new] = overlapping
+        return overlapping
 
 
 class Layout:
@@ -159,9 +161,9 @@ class Layout:
 
     def region(self, box: Box) -> int:
         """The number of a region; overlaps with all others are found once, here."""
-        found = self._ids.get(box)
-        if found is not None:
-            return found
+        number = self._ids.get(box)
+        if number is not None:
+            return number
         new = len(self.boxes)
         rows, columns = (box.row, box.row_end), (box.byte, box.byte_end)
         at, beside = self._at, self._bytes.touching(columns)
@@ -295,10 +297,10 @@ class Storage:
 
     def covered(self, region: int) -> bool:
         """Whether instructions wrote every element of a region, which is then noted."""
-        found = self.initialised or self.layout.covers(region, self.written)
-        if found:
+        covered = self.initialised or self.layout.covers(region, self.written)
+        if covered:
             self.written.add(region)
-        return found
+        return covered
 
     def describe(self) -> str:
         """Name, shape, dtype, memory and the line that made it, for messages."""

@@ -132,15 +132,15 @@ class NkiTensor:
         else:
             cached = hashable(key)
         try:
-            found = geometry.children.get(cached)
+            view = geometry.children.get(cached)
         except TypeError:  # a register or a tensor in the key
             return dynamic_index(self, key)
-        if found is None:
+        if view is None:
             for k in cached:
                 if isinstance(k, DynamicSlice | NkiTensor | VirtualRegister):
                     return dynamic_index(self, key)
-            found = geometry.children[cached] = static_index(self, key)
-        return view_of(self.storage, found, self.index, self.data)
+            view = geometry.children[cached] = static_index(self, key)
+        return view_of(self.storage, view, self.index, self.data)
 
     def __iter__(self) -> Any:
         refuse(f"{self}: tensors are not iterated over; use range(t.shape[0]) and t[i]")

@@ -38,12 +38,12 @@ def migrate(text: str, path: str = "kernel.py") -> tuple[str, list[Left]]:
         raise ValueError(f"{path} imports no neuronxcc: it is not of the Beta dialect")
     new = File(text, tree, names).migrated()
     new = _linted(new, path)
-    found = []
+    left = []
     for number, line in enumerate(lines_of(new), 1):
         if line.lstrip().startswith(MARK):
             rule, _, remedy = line.strip().removeprefix(MARK).partition("; ")
-            found.append(Left(number, rule, remedy))
-    return new, found
+            left.append(Left(number, rule, remedy))
+    return new, left
 
 
 def _linted(text: str, path: str) -> str:
@@ -55,7 +55,7 @@ def _linted(text: str, path: str) -> str:
         if isinstance(node, ast.stmt):
             first = min([node.lineno, *[d.lineno for d in getattr(node, "decorator_list", [])]])
             starts |= dict.fromkeys(range(first, (node.end_lineno or first) + 1), first)
-    found = set()
+    broken = set()
     for nki in LINES:
         sources = Sources(nki)
         for error in findings(sources, sources.add(path, text).kernels()):
@@ -63,8 +63,8 @@ def _linted(text: str, path: str) -> str:
                 continue
             first = starts.get(error.line, error.line)
             if first < 2 or not lines[first - 2].lstrip().startswith(MARK):
-                found.add((first, error.rule))
-    for number, rule in sorted(found, reverse=True):
+                broken.add((first, error.rule))
+    for number, rule in sorted(broken, reverse=True):
         indent = re.match(r"[ \t]*", lines[number - 1])
         only = f" (NKI {RULES[rule].line})" if RULES[rule].line else ""
         note = f"{MARK}{rule}; {RULES[rule].remedy}{only}\n"

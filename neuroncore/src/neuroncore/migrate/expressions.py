@@ -35,10 +35,10 @@ class Expressions(Instructions):
         """The value of an expression; its instructions go before, their result to `name`."""
         method = getattr(self, f"_{type(node).__name__.lower()}", None)
         before = len(self.lines)
-        found = method(node, name) if method else None
-        if found is None:
+        value = method(node, name) if method else None
+        if value is None:
             del self.lines[before:]
-        return found if found is not None else self._plain(node)
+        return value if value is not None else self._plain(node)
 
     def _plain(self, node: ast.expr) -> Value:
         """An expression of Python, whose parts may be rewritten."""
@@ -74,10 +74,10 @@ class Expressions(Instructions):
         return ast.parse(view(new), mode="eval").body
 
     def _name(self, node: ast.Name, _: str) -> Value | None:
-        found = self.env.get(node.id)
-        if found is not None and found.text == "?":
+        known = self.env.get(node.id)
+        if known is not None and known.text == "?":
             raise ByHandError("stale-index")
-        return found
+        return known
 
     def _attribute(self, node: ast.Attribute, _: str) -> Value | None:
         dotted = self.names.of(node)
@@ -163,17 +163,17 @@ class Expressions(Instructions):
         """base[keys]."""
         if base.base is not None:
             raise ByHandError("index-pattern")
-        found = [k if isinstance(k, ast.Slice) else self.value(k) for k in keys]
-        found = [
+        indexed = [k if isinstance(k, ast.Slice) else self.value(k) for k in keys]
+        indexed = [
             k.parts[i] if isinstance(k, Value) and k.kind == "grid" else k
-            for i, k in enumerate(found)
+            for i, k in enumerate(indexed)
         ]
         base = replace(base, dtype=base.dtype_text())
-        if any(isinstance(k, Value) and k.kind not in ("python", "index", "grid") for k in found):
+        if any(isinstance(k, Value) and k.kind not in ("python", "index", "grid") for k in indexed):
             raise ByHandError("indirect")
-        if any(isinstance(k, Value) and k.kind == "index" for k in found):
-            values = [k for k in found if isinstance(k, Value)]
-            if len(values) < len(found):
+        if any(isinstance(k, Value) and k.kind == "index" for k in indexed):
+            values = [k for k in indexed if isinstance(k, Value)]
+            if len(values) < len(indexed):
                 raise ByHandError("index-pattern")
             parts = [k if k.kind == "index" else index(k.text, {}) for k in values]
             parts = [fixed(p, self.places) for p in parts]
@@ -184,11 +184,11 @@ class Expressions(Instructions):
             return replace(made, shape=shape_of(made))
         shape: list[str] | None = []
         texts = []
-        for dim, k in enumerate(found):
+        for dim, k in enumerate(indexed):
             text = self._slice_text(k) if isinstance(k, ast.Slice) else k.text
             texts.append(text)
             dots = text == "..."
-            if dots and len(found) == 1:
+            if dots and len(indexed) == 1:
                 return base
             if isinstance(k, ast.Slice) and shape is not None and not dots:
                 shape.append(_extent(text, base, dim))
@@ -200,18 +200,18 @@ class Expressions(Instructions):
             elif dots:
                 shape = None
         if shape is not None and base.shape is not None:
-            shape += base.shape[len(found) :]
+            shape += base.shape[len(indexed) :]
         elif shape is not None and len(shape) < 2 and base.memory != "hbm":
             shape = None
         if shape is not None and base.memory != "hbm" and len(shape) == 1:
-            first = isinstance(found[0], ast.Slice) or "ds(" in texts[0]
+            first = isinstance(indexed[0], ast.Slice) or "ds(" in texts[0]
             shape = [*shape, "1"] if first else ["1", *shape]
-        if base.memory == "hbm" and shape is not None and len(shape) == 1 and len(found) > 1:
+        if base.memory == "hbm" and shape is not None and len(shape) == 1 and len(indexed) > 1:
             last = max(
-                i for i, k in enumerate(found) if isinstance(k, Value) and "ds(" not in k.text
+                i for i, k in enumerate(indexed) if isinstance(k, Value) and "ds(" not in k.text
             )
             texts[last] = f"{texts[last]}:{total((1, texts[last]), (1, '1'))}"
-            shape = [*shape, "1"] if last == len(found) - 1 else ["1", *shape]
+            shape = [*shape, "1"] if last == len(indexed) - 1 else ["1", *shape]
         made = f"{base.text}[{', '.join(texts)}]"
         return replace(base, text=made, shape=tuple(shape) if shape else None)
 

@@ -73,8 +73,8 @@ class File:
 
     def indent(self, line: int) -> str:
         """The white space before a line."""
-        found = re.match(r"[ \t]*", self.lines[line - 1])
-        return found[0] if found else ""
+        match = re.match(r"[ \t]*", self.lines[line - 1])
+        return match[0] if match else ""
 
     def replaced(self, node: ast.stmt, lines: list[str]) -> None:
         """Put new statements in a statement's place; nothing where there are none."""
@@ -198,11 +198,11 @@ class File:
 
     def _memory(self, node: FunctionNode, name: str, is_kernel: bool) -> str | None:
         """The memory of a parameter that is a tensor: "" for an unknown one, None for no tensor."""
-        found = None
+        memory = None
         for n in ast.walk(node):
             if isinstance(n, ast.Attribute | ast.Subscript) and is_name(n.value, name):
                 is_tensor = isinstance(n, ast.Subscript) or n.attr in ("shape", "dtype", "reshape")
-                found = "" if is_tensor else found
+                memory = "" if is_tensor else memory
             if not isinstance(n, ast.Call):
                 continue
             package, _, function = self.names.of(n.func).rpartition(".")
@@ -212,8 +212,8 @@ class File:
             if function in ("load", "store"):
                 ends = [e.value if isinstance(e, ast.Subscript) else e for e in ends]
             if any(is_name(e, name) for e in ends):
-                found = "hbm" if function in ("load", "store") or found == "hbm" else ""
-        return "hbm" if found is not None and is_kernel else found
+                memory = "hbm" if function in ("load", "store") or memory == "hbm" else ""
+        return "hbm" if memory is not None and is_kernel else memory
 
     def _stores(self, node: FunctionNode) -> bool:
         """Whether it stores into a parameter."""
@@ -350,7 +350,7 @@ def _import(dotted: str, name: str | None) -> str:
 
 def _sums(node: FunctionNode, names: Names) -> set[str]:
     """Names into which nothing but matmuls is added or written."""
-    found, others = set(), set()
+    summed, others = set(), set()
     for n in ast.walk(node):
         targets = n.targets if isinstance(n, ast.Assign) else [getattr(n, "target", None)]
         if not isinstance(n, ast.Assign | ast.AugAssign):
@@ -361,5 +361,5 @@ def _sums(node: FunctionNode, names: Names) -> set[str]:
             name = target.value if isinstance(target, ast.Subscript) else target
             if written and isinstance(name, ast.Name):
                 sums = matmul and isinstance(getattr(n, "op", None), ast.Add | None)
-                (found if sums else others).add(name.id)
-    return found - others
+                (summed if sums else others).add(name.id)
+    return summed - others

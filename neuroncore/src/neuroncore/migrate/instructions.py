@@ -27,9 +27,9 @@ class Instructions:
     def name(self, stem: str) -> str:
         """A name that the file does not have."""
         numbered = (f"{stem}_{i}" for i in range(1 << 20))
-        found = next(n for n in numbered if n not in self.names.used)
-        self.names.used.add(found)
-        return found
+        free = next(n for n in numbered if n not in self.names.used)
+        self.names.used.add(free)
+        return free
 
     def kept(self, text: str, value: Value, name: str) -> Value:
         """A call that stays, bound to a name."""

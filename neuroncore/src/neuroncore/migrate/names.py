@@ -37,15 +37,15 @@ class Names:
         }  # fmt: skip
         for node in ast.walk(tree):  # what returns an allocator's place stands for its memory
             made = node.value if isinstance(node, ast.Assign | ast.Return) else None
-            found = {m for n in ast.walk(made) if (m := self.memory(n))} if made else set()
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and found:
-                self.buffers[node.targets[0].id] = found.pop()
+            memories = {m for n in ast.walk(made) if (m := self.memory(n))} if made else set()
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and memories:
+                self.buffers[node.targets[0].id] = memories.pop()
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 ends = [n.value for n in ast.walk(node) if isinstance(n, ast.Return) and n.value]
-                found = {m for e in ends for n in ast.walk(e) if (m := self.memory(n))}
-                if len(found) == 1:
-                    self.buffers[node.name] = found.pop()
+                memories = {m for e in ends for n in ast.walk(e) if (m := self.memory(n))}
+                if len(memories) == 1:
+                    self.buffers[node.name] = memories.pop()
 
     def of(self, node: ast.AST) -> str:
         """The dotted name of an expression, resolved through imports; "" where it has none."""

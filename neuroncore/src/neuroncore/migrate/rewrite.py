@@ -33,9 +33,9 @@ class Scope(Expressions):
     def _call(self, node: ast.Call, name: str) -> Value | None:
         dotted = self.names.of(node.func)
         if isinstance(node.func, ast.Call | ast.Subscript) or dotted.startswith(f"{NKI}."):
-            found = self._launch(node, dotted)
-            if found is not None:
-                return found
+            launch = self._launch(node, dotted)
+            if launch is not None:
+                return launch
         if isinstance(node.func, ast.Attribute) and not dotted:
             of = self.value(node.func.value)
             if node.func.attr == "broadcast_to" and of.kind == "tile":
@@ -255,8 +255,8 @@ class Scope(Expressions):
         """The sizes, and the place of the partition among them."""
         if not isinstance(node, ast.Tuple | ast.List):
             shape = self.value(node)
-            found = _tuple(shape.text)
-            return found, 0
+            sizes = _tuple(shape.text)
+            return sizes, 0
         places = [
             i for i, n in enumerate(node.elts)
             if isinstance(n, ast.Call) and self.names.of(n.func) == f"{NL}.par_dim"

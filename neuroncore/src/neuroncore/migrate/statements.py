@@ -24,20 +24,20 @@ def is_name(node: ast.AST, name: str) -> bool:
 
 def assigned(node: ast.AST) -> list[str]:
     """The names that a node binds."""
-    found = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
-    return [n.id for n in found if isinstance(n.ctx, ast.Store)]
+    named = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+    return [n.id for n in named if isinstance(n.ctx, ast.Store)]
 
 
 def own(node: ast.AST | None) -> list[Any]:
     """The simple statements of a function, without those of functions inside."""
-    found = []
+    nodes = []
     for child in ast.iter_child_nodes(node) if node is not None else ():
         if isinstance(child, FunctionNode | ast.ClassDef | ast.expr):
             continue
-        found += own(child)
+        nodes += own(child)
         if isinstance(child, ast.stmt) and not hasattr(child, "body"):
-            found.append(child)
-    return found
+            nodes.append(child)
+    return nodes
 
 
 def mentions(value: Value, name: str) -> bool:
@@ -64,15 +64,15 @@ def join(scope: Scope, ends: list[dict[str, Value]]) -> None:
     """What is known after any of several branches."""
     scope.env.clear()
     for name in {name for end in ends for name in end}:
-        found = [end[name] for end in ends if name in end]
-        first = found[0]
-        if all(value == first for value in found):
+        values = [end[name] for end in ends if name in end]
+        first = values[0]
+        if all(value == first for value in values):
             scope.env[name] = first
-        elif any(value.kind in ("index", "mask", "grid") for value in found):
+        elif any(value.kind in ("index", "mask", "grid") for value in values):
             scope.env[name] = Value("?", "index")
-        elif all(value.kind == "tile" for value in found):
+        elif all(value.kind == "tile" for value in values):
             shapes, dtypes, memories = (
-                {getattr(value, what) for value in found} for what in ("shape", "dtype", "memory")
+                {getattr(value, what) for value in values} for what in ("shape", "dtype", "memory")
             )
             scope.env[name] = replace(
                 first,
@@ -114,9 +114,9 @@ def new_lines(node: ast.stmt, scope: Scope) -> list[str] | None:
                 forget(scope, target.id)
             return None
         case ast.Expr(value) if isinstance(value, ast.Call):
-            found = scope.value(value)
-            if found.kind == "python" or not scope.lines:
-                return _plain(node, view(found), scope)
+            read = scope.value(value)
+            if read.kind == "python" or not scope.lines:
+                return _plain(node, view(read), scope)
             return scope.lines
         case ast.Return(ast.expr() as value):
             return _plain(node, f"return {view(scope.value(value))}", scope)
@@ -144,14 +144,14 @@ def _bound(node: ast.stmt, name: str, value: ast.expr, scope: Scope) -> list[str
     if scope.names.of(value).startswith(f"{NKI}.compiler."):
         return [f"{MARK}allocator; remove what computes addresses, the compiler places tiles"]
     again = any(is_name(n, name) for n in ast.walk(value))
-    found = scope.value(value, "" if again else name)
+    bound = scope.value(value, "" if again else name)
     forget(scope, name)
-    if found.kind in ("index", "mask", "grid"):
-        scope.env[name] = found
+    if bound.kind in ("index", "mask", "grid"):
+        scope.env[name] = bound
         return []
-    text = view(found)
-    if found.kind in ("tile", "blocks"):
-        scope.env[name] = replace(found, text=name, base=None, parts=[])
+    text = view(bound)
+    if bound.kind in ("tile", "blocks"):
+        scope.env[name] = replace(bound, text=name, base=None, parts=[])
         if text == name:
             return scope.lines or None
     return _plain(node, f"{name} = {text}", scope) if not isinstance(node, ast.AnnAssign) else (
@@ -186,11 +186,11 @@ def _unpacked(
             else:
                 scope.env[name] = v
         return lines
-    found = scope.value(value)
+    bound = scope.value(value)
     for name in names:
         forget(scope, name)
-    if found.kind == "grid":
-        scope.env |= dict(zip(names, found.parts, strict=True))
+    if bound.kind == "grid":
+        scope.env |= dict(zip(names, bound.parts, strict=True))
         return []
     if (
         isinstance(value, ast.Attribute)
@@ -202,7 +202,7 @@ def _unpacked(
         shape = [f"{of.text}.shape[{i}]" if n == "_" else n for i, n in enumerate(names)]
         scope.env[value.value.id] = replace(of, shape=tuple(shape))
     if scope.lines:
-        return [*scope.lines, f"{', '.join(map(ast.unparse, elts))} = {found.text}"]
+        return [*scope.lines, f"{', '.join(map(ast.unparse, elts))} = {bound.text}"]
     return None
 
 

@@ -58,7 +58,7 @@ def comments(text: str) -> list[str]:
     """The comments of a statement that is replaced, but for one at its end."""
     reader = io.StringIO(text).readline
     try:
-        found = [t for t in tokenize.generate_tokens(reader) if t.type == tokenize.COMMENT]
+        comments = [t for t in tokenize.generate_tokens(reader) if t.type == tokenize.COMMENT]
     except (tokenize.TokenError, IndentationError):
         return []
-    return [t.string for t in found]
+    return [t.string for t in comments]

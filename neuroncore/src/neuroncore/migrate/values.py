@@ -177,8 +177,8 @@ def least(function: str, a: str, b: str) -> str:
 
 def axes_of(value: Value) -> list[int]:
     """The axes of an affine view, the first one first."""
-    found = [axis for part in value.parts for axis in part.terms]
-    return list(range(min(found, default=-1), 0))
+    axes = [axis for part in value.parts for axis in part.terms]
+    return list(range(min(axes, default=-1), 0))
 
 
 def shape_of(value: Value) -> tuple[str, ...]:

@@ -52,14 +52,14 @@ def _set_fields(self: NKIObject, *args: Any, **kwargs: Any) -> None:
 @functools.cache
 def _fields(cls: type) -> tuple[str, ...]:
     """Names of a class's fields, those of its bases first."""
-    found: dict[str, None] = {}
+    fields: dict[str, None] = {}
     for base in reversed(cls.__mro__):
         if base in (NKIObject, object):
             continue
-        found |= dict.fromkeys(inspect.get_annotations(base))
+        fields |= dict.fromkeys(inspect.get_annotations(base))
         plain = {n for n, v in vars(base).items() if not isinstance(v, _NO_FIELD)}
-        found |= dict.fromkeys([n for n in vars(base) if n in plain and not n.startswith("_")])
-    return tuple(found)
+        fields |= dict.fromkeys([n for n in vars(base) if n in plain and not n.startswith("_")])
+    return tuple(fields)
 
 
 def _default(cls: type, name: str) -> Any:

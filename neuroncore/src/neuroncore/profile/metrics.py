@@ -160,11 +160,11 @@ def active_ns(core: CoreSchedule, engine: Engine) -> float:
 
 def critical_path(schedule: Schedule) -> tuple[CriticalLine, ...]:
     """The chain of waits that ends with the last instruction, by source line, longest first."""
-    found: dict[tuple[int, CodeType, int, str, int], list[float]] = {}
+    waits: dict[tuple[int, CodeType, int, str, int], list[float]] = {}
     for core, i, own, latency in critical_steps(schedule):
         template, _, code, line = schedule.cores[core].issued[i]
         wait = schedule.cores[core].wait[i]
-        entry = found.setdefault((core, code, line, template.opcode, wait), [0, 0.0, 0.0])
+        entry = waits.setdefault((core, code, line, template.opcode, wait), [0, 0.0, 0.0])
         entry[0] += 1
         entry[1] += own + latency
         entry[2] += latency
@@ -180,7 +180,7 @@ def critical_path(schedule: Schedule) -> tuple[CriticalLine, ...]:
             ns / 1e6,
             latency / 1e6,
         )
-        for (core, code, line, opcode, wait), (steps, ns, latency) in found.items()
+        for (core, code, line, opcode, wait), (steps, ns, latency) in waits.items()
     ]
     return tuple(sorted(lines, key=lambda entry: -entry.time_ms))
 

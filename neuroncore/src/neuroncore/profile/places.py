@@ -36,11 +36,11 @@ def places(core: CoreSchedule, memory: MemoryRegion) -> list[TensorPlace]:
     lives = sorted(core.occupied.get(memory, []), key=itemgetter(0, 1))
     given = [_at(s, start, end, *s.address) for start, end, s in lives if s.address]
     live: list[TensorPlace] = []
-    found: list[TensorPlace] = []
+    placed: list[TensorPlace] = []
     for start, end, s in lives:
         live = [place for place in live if place.end > start]
         if s.address:
-            found.append(_at(s, start, end, *s.address))
+            placed.append(_at(s, start, end, *s.address))
             continue
         given = [place for place in given if place.end > start]
         there = sorted([*live, *[place for place in given if place.start < end]], key=_BYTE)
@@ -48,9 +48,9 @@ def places(core: CoreSchedule, memory: MemoryRegion) -> list[TensorPlace]:
         count = 128 if memory is MemoryRegion.psum else s.layout.shape[0]
         starts = range(0, 128, 128 if count > 64 else 64 if count > 32 else 32)
         choices = [_lowest(_at(s, start, end, partition), there) for partition in starts]
-        found.append(min(choices, key=_BYTE))
-        live.append(found[-1])
-    return found
+        placed.append(min(choices, key=_BYTE))
+        live.append(placed[-1])
+    return placed
 
 
 _BYTE = attrgetter("byte")
@@ -114,6 +114,6 @@ def tables(schedule: Schedule) -> dict[str, list[dict[str, Any]]]:
                     used[bank] += more
             row = {f"bank_{bank}_util_percent": share for bank, share in enumerate(used)}
             average = sum(used) / PSUM_BANKS
-            found = {"timestamp": round(ns), "avg_util_percent": average, **row}
-            usage.append({**found, "pcore_idx": number})
+            sample = {"timestamp": round(ns), "avg_util_percent": average, **row}
+            usage.append({**sample, "pcore_idx": number})
     return {"SbufAllocation": allocations, "PsumUsage": usage}

@@ -186,10 +186,10 @@ class Profile:
 
     @cached_property
     def _templates(self) -> dict[InstructionTemplate, int]:
-        found: Counter[InstructionTemplate] = Counter()
+        templates: Counter[InstructionTemplate] = Counter()
         for core in self.schedule.cores:
-            found.update(map(itemgetter(0), core.issued))
-        return found
+            templates.update(map(itemgetter(0), core.issued))
+        return templates
 
     @property
     def instructions(self) -> int:
@@ -204,10 +204,10 @@ class Profile:
     @cached_property
     def opcodes(self) -> dict[str, int]:
         """Instructions by opcode, most first."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for template, count in self._templates.items():
-            found[template.opcode] += count
-        return dict(found.most_common())
+            counts[template.opcode] += count
+        return dict(counts.most_common())
 
     @cached_property
     def flops(self) -> int:

@@ -64,7 +64,7 @@ def _page(profile: Profile) -> str:
         "about": about.replace("<", "\\u003c"),  # no text may end the script
         "arrays": arrays.packed(),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _file("page.html"))
 
 
 def _file(name: str) -> str:
@@ -179,9 +179,9 @@ class _Kinds:
     def number(self, record: Record) -> int:
         """The number of a record's kind; it is described when it first appears."""
         template, storages, _, _ = record
-        found = self._numbers.get(template)
-        if found is not None:
-            return found
+        number = self._numbers.get(template)
+        if number is not None:
+            return number
         shapes = [
             f"{s.layout.dtype}[{','.join(map(str, s.layout.shape))}] in {s.memory.value}"
             for s in storages
@@ -211,9 +211,9 @@ class _SourceLines:
 
     def number(self, file: str, line: int) -> int:
         """The number of a line; its text is read when it first appears."""
-        found = self._numbers.get((file, line))
-        if found is not None:
-            return found
+        number = self._numbers.get((file, line))
+        if number is not None:
+            return number
         text = statement(file, line)
         self.documents.append({"place": f"{os.path.basename(file)}:{line}", "text": text})
         self._numbers[file, line] = len(self.documents) - 1
@@ -311,18 +311,18 @@ def _lanes(
     core: CoreSchedule, start: np.ndarray, end: np.ndarray
 ) -> tuple[list[dict[str, Any]], np.ndarray]:
     """The rows of the lanes, and the instructions in their order: each row's by start."""
-    rows, found = LaneRows(), dict[tuple[str, int], list[int]]()
+    rows, events = LaneRows(), dict[tuple[str, int], list[int]]()
     for i in np.argsort(start, kind="stable").tolist():
         lane = lane_of(core, i)
         row = rows.take(lane, int(start[i]), int(end[i]))
-        found.setdefault((lane, row), []).append(i)
+        events.setdefault((lane, row), []).append(i)
     first = {name: i for i, name in enumerate(ENGINE_NAMES)}
     first |= {name: 10 + i for i, name in enumerate(dict.fromkeys(core.queue.values()))}
     tensors = _tensors_of_queues(core)
     lanes: list[dict[str, Any]] = []
     order: list[int] = []
-    for lane, row in sorted(found, key=lambda key: (first[key[0]], key[1])):
-        of_row = found[lane, row]
+    for lane, row in sorted(events, key=lambda key: (first[key[0]], key[1])):
+        of_row = events[lane, row]
         lanes.append(
             {
                 "name": lane if row == 0 else "",
@@ -338,12 +338,12 @@ def _lanes(
 
 def _tensors_of_queues(core: CoreSchedule) -> dict[str, list[str]]:
     """Names of the HBM tensors that each queue serves."""
-    found: dict[str, dict[str, None]] = {}
+    tensors: dict[str, dict[str, None]] = {}
     for i, queue in core.queue.items():
         template, storages, _, _ = core.issued[i]
         if template.hbm_operand >= 0:
-            found.setdefault(queue, {})[name_of(storages[template.hbm_operand])] = None
-    return {queue: list(names) for queue, names in found.items()}
+            tensors.setdefault(queue, {})[name_of(storages[template.hbm_operand])] = None
+    return {queue: list(names) for queue, names in tensors.items()}
 
 
 def _memory(
@@ -373,9 +373,9 @@ def _lives(
     ticks_per_ns: float,
 ) -> dict[str, Any]:
     """Which tensor lies where, by start: bytes of each partition, and partitions."""
-    found = places(core, memory)
+    lives = places(core, memory)
     columns: dict[str, Any] = {
-        name: [getattr(p, name) for p in found] for name in TensorPlace._fields
+        name: [getattr(p, name) for p in lives] for name in TensorPlace._fields
     }
     columns["tensor"] = [tensors.number(s) for s in columns.pop("storage")]
     for name in ("start", "end"):

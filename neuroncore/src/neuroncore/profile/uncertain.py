@@ -27,12 +27,12 @@ def other_ends(machine: Machine, time_on: TimeOn) -> tuple[OtherEnd, ...]:
     Those that the machine was given with are left out, and those that change nothing on it.
     """
     others = {each: each.other(machine) for each in UNCERTAINTIES}
-    found = [
+    ends = [
         OtherEnd(each.name, each.otherwise, time_on(other))
         for each, other in others.items()
         if other != machine
     ]
-    return tuple(sorted(found, key=lambda end: -end.time_ms))
+    return tuple(sorted(ends, key=lambda end: -end.time_ms))
 
 
 def together(machine: Machine, time_on: TimeOn, ends: Iterable[OtherEnd]) -> tuple[float, float]:

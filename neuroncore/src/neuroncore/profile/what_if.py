@@ -72,22 +72,22 @@ def what_if(launch: KernelRun, before: Schedule) -> tuple[WhatIf, ...]:
     for core, i, own, latency in critical_steps(before):
         template = records[core][i][0]
         on_path[template] = on_path.get(template, 0.0) + own + latency
-    found: list[WhatIf] = []
+    entries: list[WhatIf] = []
     for resource in _RESOURCES:
         if not resource.may_bind(before, on_path):
             continue
         with no_collection():
             ns = schedule(resource.free(launch), before.model).time_ns
         speedup = before.time_ns / ns if ns else None
-        found.append(WhatIf(resource.name, resource.freed, ns / 1e6, speedup, resource.advice))
-    return tuple(sorted(found, key=lambda entry: entry.time_ms))
+        entries.append(WhatIf(resource.name, resource.freed, ns / 1e6, speedup, resource.advice))
+    return tuple(sorted(entries, key=lambda entry: entry.time_ms))
 
 
-def summary(found: tuple[WhatIf, ...], time_ms: float, latency_ms: float) -> str:
+def summary(entries: tuple[WhatIf, ...], time_ms: float, latency_ms: float) -> str:
     """What binds, what helps next, and how much of the critical path is latency, in words."""
     if not time_ms:
         return "Nothing ran."
-    helping = [entry for entry in found if entry.time_ms <= (1 - BINDS) * time_ms]
+    helping = [entry for entry in entries if entry.time_ms <= (1 - BINDS) * time_ms]
     said: list[str] = []
     if helping:
         said.append(f"{helping[0].resource} binds: {_gain(helping[0])}.")
@@ -206,8 +206,8 @@ def _unlimited(memory: MemoryRegion) -> Callable[[KernelRun], KernelRun]:
             for loop in loops.values():
                 loop.outer = {of(s) for s in loop.outer}
             moves = {
-                record: [move._replace(loop=loops[move.loop]) for move in found]
-                for record, found in t.moves.items()
+                record: [move._replace(loop=loops[move.loop]) for move in recorded]
+                for record, recorded in t.moves.items()
             }
             storages = [of(s) for s in t.storages]
             return replace(

@@ -46,11 +46,11 @@ def apply_edges(trace: Trace, edges: Edges) -> None:
 
 
 def _index(trace: Trace, name: str) -> int:
-    found = trace.names.get(name, [])
-    if len(found) != 1:
+    named = trace.names.get(name, [])
+    if len(named) != 1:
         known = ", ".join(map(repr, list(trace.names)[:8])) or "none"
         raise NkiValidationError(
-            f"with_schedule: {len(found)} instructions are named {name!r}, one must be; give each "
+            f"with_schedule: {len(named)} instructions are named {name!r}, one must be; give each "
             f"its own name=; named are {known}"
         )
-    return found[0]
+    return named[0]

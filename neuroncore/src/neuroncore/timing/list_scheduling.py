@@ -36,9 +36,9 @@ def list_scheduled(launch: KernelRun, machine: Machine) -> Iterator[KernelRun]:
     for window in sorted({min(window, longest) for window in WINDOWS}, reverse=True):
         orders = [listing.order(window) for listing in listings]
         pairs = zip(traces, orders, strict=True)
-        found = [_in_order(trace, order) for trace, order in pairs if order is not None]
-        if len(found) == len(traces):
-            yield launch.with_traces(found)
+        ordered = [_in_order(trace, order) for trace, order in pairs if order is not None]
+        if len(ordered) == len(traces):
+            yield launch.with_traces(ordered)
 
 
 def _in_order(trace: Trace, order: list[int]) -> Trace:

@@ -205,8 +205,8 @@ def in_order(trace: Trace, order: list[int]) -> None:
     trace.edges.update(edges)
     trace.barriers.clear()
     trace.barriers.update(barriers)
-    for name, found in trace.names.items():
-        trace.names[name] = [number[i] for i in found]
+    for name, numbers in trace.names.items():
+        trace.names[name] = [number[i] for i in numbers]
     for storage in trace.storages:
         storage.first = storage.last = -1
     for new, (_, storages, _, _) in enumerate(trace.records):

@@ -106,7 +106,7 @@ class Placer:
         self.loops = Loops(trace)
         # no DMA starts before: what follows a loop is not triggered before its last iteration
         self.floor = 0.0
-        self.producers = {p: -1 for found in trace.edges.values() for p in found}
+        self.producers = {p: -1 for producers in trace.edges.values() for p in producers}
         self.iterations: dict[Loop, int] = {}
         self.steps = self._run(0, len(trace.records), self.loops.inside(None))
 
@@ -388,14 +388,14 @@ class Placer:
         is_own = template.hbm_operand >= 0 and not self.machine.shared_queues
         hbm = id(storages[template.hbm_operand]) if is_own else 0
         key = (cost.direction, hbm)
-        found = self.queues.get(key)
-        if found is None:
+        queue = self.queues.get(key)
+        if queue is None:
             name = f"q{len(self.queues) % DMA_QUEUES} {cost.direction}"
-            found = self.queues[key] = [name, 0.0, -1]
-        if found[1] > ready:
-            ready, why, who = found[1], 4, found[2]  # Wait.QUEUE
-        found[1], found[2] = ready + self.interval_ns, i
-        self.times.queue[i] = found[0]
+            queue = self.queues[key] = [name, 0.0, -1]
+        if queue[1] > ready:
+            ready, why, who = queue[1], 4, queue[2]  # Wait.QUEUE
+        queue[1], queue[2] = ready + self.interval_ns, i
+        self.times.queue[i] = queue[0]
         trigger = ready
         if cost.descriptors == "hwdge":
             unit = 0 if self.dge_free[0] <= self.dge_free[1] else 1

@@ -39,8 +39,8 @@ class Replay:
     ) -> None:
         """An instruction of the body."""
         records, at = trace.records, self.record
-        found = tuple([self._recorded.get(s, s) for s in storages])
-        if at == len(records) or records[at][0] is not template or records[at][1] != found:
+        renamed = tuple([self._recorded.get(s, s) for s in storages])
+        if at == len(records) or records[at][0] is not template or records[at][1] != renamed:
             refuse(
                 f"{template.opcode}: an iteration of a loop issues what its first did not, such as "
                 f"other operands or options, and the device has one copy of the body; {_REMEDY}"

@@ -125,10 +125,10 @@ class Capacity:
         """(when so much is free, instruction whose end frees it) for a tensor of this size."""
         when, who = 0.0, -1
         while size > 0:  # liveness.check_fits has shown that enough will be freed
-            when, found, who = heapq.heappop(self.free)
-            if found > size:
-                heapq.heappush(self.free, (when, found - size, who))
-            size -= found
+            when, free, who = heapq.heappop(self.free)
+            if free > size:
+                heapq.heappush(self.free, (when, free - size, who))
+            size -= free
         return when, who
 
     def release(self, when: float, size: int, who: int) -> None:

@@ -28,11 +28,11 @@ def schedule(
         NkiValidationError: tensors do not fit.
     """
     machine = machine or launch.machine
-    found = _placed(launch, model, machine)
+    quickest = _placed(launch, model, machine)
     if machine.reorders:
         for other in list_scheduled(launch, machine):
-            found = min(found, _placed(other, model, machine), key=lambda each: each.time_ns)
-    return found
+            quickest = min(quickest, _placed(other, model, machine), key=lambda each: each.time_ns)
+    return quickest
 
 
 def _placed(launch: KernelRun, model: Model, machine: Machine) -> Schedule:

@@ -50,15 +50,15 @@ class Loops:
 
     def inside(self, outer: Loop | None) -> list[Loop]:
         """The loops directly in another, or in none."""
-        found: list[Loop] = []
+        loops: list[Loop] = []
         first, end = (outer.start, outer.end) if outer else (0, float("inf"))
         for loop in self._loops:
             inner = loop is not outer and first <= loop.start and loop.end <= end
             if outer and self._loops.index(loop) <= self._loops.index(outer):
                 inner = False
-            if inner and loop.end > loop.start and not (found and loop.end <= found[-1].end):
-                found.append(loop)
-        return found
+            if inner and loop.end > loop.start and not (loops and loop.end <= loops[-1].end):
+                loops.append(loop)
+        return loops
 
 
 def check_bodies(trace: Trace) -> None:
@@ -110,10 +110,10 @@ class Iterations:
         self._tiled = any(template.pe_tile is not None for template, *_ in records)
         self._first = len(placer.times.start)
         steps = _steps(trace, loop)
-        self._storages = {s: min(found) for s, found in steps.items()}
+        self._storages = {s: min(at_steps) for s, at_steps in steps.items()}
         recorded = range(loop.start, loop.end)
         waits = any(number in recorded for number in trace.barriers)
-        self._repeats = not waits and all(len(found) == 1 for found in steps.values())
+        self._repeats = not waits and all(len(at_steps) == 1 for at_steps in steps.values())
         self._repeats &= _lie_in_line(trace, loop)
         self._marks: list[Mark] = []
 
@@ -177,7 +177,7 @@ class Iterations:
             placer.table,
             placer.recent and placer.recent.since(floor),
         )
-        occupied = [len(found) for found in placer.times.occupied.values()]
+        occupied = [len(intervals) for intervals in placer.times.occupied.values()]
         return Mark(number, floor, occupied, state)
 
     def _use(self, s: Storage, at: int, since: Any) -> Any:
@@ -216,10 +216,10 @@ class Iterations:
         names = [(i, out.queue[i]) for i in range(first, end) if i in out.queue]
         for turn in range(1, times + 1):
             out.queue.update({i + turn * count: name for i, name in names})
-        for number, found in enumerate(out.occupied.values()):
-            new = found[mark.occupied[number] :]
+        for number, intervals in enumerate(out.occupied.values()):
+            new = intervals[mark.occupied[number] :]
             for turn in range(1, times + 1):
-                found.extend([(a + turn * period, b + turn * period, s) for a, b, s in new])
+                intervals.extend([(a + turn * period, b + turn * period, s) for a, b, s in new])
 
     def _shift(self, now: Mark, ns: float, times: int, mark: Mark, iterations: int) -> None:
         """Bring the state of all resources to the end of what was added."""
@@ -259,9 +259,11 @@ class Iterations:
             use = placer.uses[s]
             use.latest, use.begun, use.last = use.latest + ns, later(use.begun), later(use.last)
             for by in (use.written_by, use.read_by):
-                found = [(_moved_region(s.layout, r, iterations * step), i) for r, i in by.items()]
+                shifted = [
+                    (_moved_region(s.layout, r, iterations * step), i) for r, i in by.items()
+                ]
                 by.clear()
-                by.update({region: later(i) for region, i in found})
+                by.update({region: later(i) for region, i in shifted})
         if placer.loaded is not None:
             s, region, writer = placer.loaded
             region = _moved_region(s.layout, region, iterations * self._storages.get(s, 0))
@@ -274,7 +276,7 @@ class Iterations:
 
 def _steps(trace: Trace, loop: Loop) -> dict[Storage, set[int]]:
     """By tensor of a body, how many bytes further on its operands are in each iteration."""
-    found: defaultdict[Storage, set[int]] = defaultdict(set)
+    by_storage: defaultdict[Storage, set[int]] = defaultdict(set)
     for record in range(loop.start, loop.end):
         _, storages, _, _ = trace.records[record]
         steps = [0] * len(storages)
@@ -282,8 +284,8 @@ def _steps(trace: Trace, loop: Loop) -> dict[Storage, set[int]]:
             if move.loop is loop:
                 steps[move.operand] = move.elements * move.geometry.dtype.itemsize
         for s, step in zip(storages, steps, strict=True):
-            found[s].add(step)
-    return found
+            by_storage[s].add(step)
+    return by_storage
 
 
 def _lie_in_line(trace: Trace, loop: Loop) -> bool:

@@ -42,15 +42,15 @@ def _gradient(K: int, N: int) -> Gradient:
 def _factor(w: Tensor, statistics: Statistics, rank: int) -> Factorization:
     moment, c = statistics.moment, damped(statistics.gradient)
     if moment.side == "output":
-        found = from_outputs(w, c, moment.matrix, rank)
+        factors = from_outputs(w, c, moment.matrix, rank)
     else:
-        found = from_inputs(w, c, moment.root("damped", damped_cholesky), rank)
-    return factorization(found, moment.tokens)
+        factors = from_inputs(w, c, moment.root("damped", damped_cholesky), rank)
+    return factorization(factors, moment.tokens)
 
 
-def factorization(found: Found, tokens: int) -> Factorization:
+def factorization(factors: Found, tokens: int) -> Factorization:
     """Return what was found, of one scale, with losses per token, as C is."""
-    u, v, spectrum = found
+    u, v, spectrum = factors
     # The loss does not grow with the calibration set.
     return Factorization(*_balanced(u, v), spectrum.flip(0).clamp_min(0) / max(1, tokens))
 

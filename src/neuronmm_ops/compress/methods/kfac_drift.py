@@ -15,10 +15,10 @@ def _factor(w: Tensor, statistics: Statistics, rank: int) -> Factorization:
     best, gram = drift.regression(w, moment, statistics.cross)
     N, K = w.shape
     if kfac.side(K, N) == "output":
-        found = kfac.from_outputs(best.t(), c, best.t() @ gram @ best, rank)
+        factors = kfac.from_outputs(best.t(), c, best.t() @ gram @ best, rank)
     else:
-        found = kfac.from_inputs(best.t(), c, drift.root(moment), rank)
-    return kfac.factorization(found, moment.tokens)
+        factors = kfac.from_inputs(best.t(), c, drift.root(moment), rank)
+    return kfac.factorization(factors, moment.tokens)
 
 
 METHOD = Method(

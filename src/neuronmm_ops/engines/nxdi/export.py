@@ -178,8 +178,8 @@ def _dtype_of(headers: Mapping[str, TensorHeader], dtype: str) -> str:
     if dtype != "auto":
         return dtype
     sizes = _float_sizes(headers)
-    found = max(_NAMES.values(), key=lambda name: sizes.get(name, 0))
-    return found if found in DTYPES else "float32"
+    largest = max(_NAMES.values(), key=lambda name: sizes.get(name, 0))
+    return largest if largest in DTYPES else "float32"
 
 
 def _changes(
@@ -200,9 +200,9 @@ def _changes(
             f"{len(names)} in {storage}, first {names[0]}, multiplied out to {dtype} as the engine "
             f"loads them at tp {tp}: no projection of a block, or none that ranks can divide"
         )
-    found = sorted(set(_float_sizes(headers)) - {dtype})
-    if found:
-        yield f"tensors in {' and '.join(found)} are cast to {dtype} as the engine loads them"
+    dtypes = sorted(set(_float_sizes(headers)) - {dtype})
+    if dtypes:
+        yield f"tensors in {' and '.join(dtypes)} are cast to {dtype} as the engine loads them"
     columns = (*COLUMNS["self_attn"], "o_proj")
     if served and not any(name.endswith(columns) for name in served):
         yield (

@@ -162,26 +162,26 @@ class BlockQKV(nn.Module):
         path = prefix.rpartition(".")[0]
         outer = path.rpartition(".")[0]
         layers = {name: self.get_submodule(name) for name in COLUMNS["self_attn"]}
-        found = {n: _taken(each, model_state_dict, f"{outer}.{n}") for n, each in layers.items()}
+        states = {n: _taken(each, model_state_dict, f"{outer}.{n}") for n, each in layers.items()}
         parent: Any = super()
         sizes: dict[str, int] = {}
         for keys in (("v", "w", "weight"), ("v_scale", "w_scale"), ("bias",)):
-            own = {name: next((k for k in keys if k in found[name]), None) for name in layers}
+            own = {name: next((k for k in keys if k in states[name]), None) for name in layers}
             if not any(own.values()):
                 continue
             rows: dict[str, Tensor] = {}
             for name, key in own.items():
-                tensor = torch.zeros(sizes[name]) if key is None else found[name][key]
+                tensor = torch.zeros(sizes[name]) if key is None else states[name][key]
                 rows[f"{outer}.{name}.weight"] = _as_rows(key, tensor)
                 sizes.setdefault(name, len(_as_rows(key, tensor)))
             parent.preshard_hook(rows, prefix)
             for name, key in own.items():
                 if key is not None:
                     heads = rows[f"{path}.{name}.weight"]
-                    is_vector = found[name][key].dim() == 1
-                    found[name][key] = heads[:, 0] if is_vector else _as_rows(key, heads)
+                    is_vector = states[name][key].dim() == 1
+                    states[name][key] = heads[:, 0] if is_vector else _as_rows(key, heads)
         for name, layer in layers.items():
-            _put(layer, found[name], model_state_dict, f"{path}.{name}")
+            _put(layer, states[name], model_state_dict, f"{path}.{name}")
         return True
 
 
@@ -200,13 +200,13 @@ class BlockO(nn.Module):
         path, name = prefix.rpartition(".")[0], ROWS["self_attn"]
         outer = path.rpartition(".")[0]
         member: Any = self.get_submodule(name)
-        found = _taken(member, model_state_dict, f"{outer}.{name}")
-        key = "u" if "u" in found else "w"
-        heads = {f"{outer}.{name}.weight": found[key].t().contiguous()}
+        tensors = _taken(member, model_state_dict, f"{outer}.{name}")
+        key = "u" if "u" in tensors else "w"
+        heads = {f"{outer}.{name}.weight": tensors[key].t().contiguous()}
         parent: Any = super()
         parent.preshard_hook(heads, prefix)
-        found[key] = heads[f"{path}.{name}.weight"].t()
-        _put(member, found, model_state_dict, f"{path}.{name}")
+        tensors[key] = heads[f"{path}.{name}.weight"].t()
+        _put(member, tensors, model_state_dict, f"{path}.{name}")
         return True
 
 
@@ -305,11 +305,11 @@ def _subclass(kind: str, block: Any, base: type[nn.Module]) -> type[nn.Module]:
     for name, expected in _METHODS[kind].items():
         method = getattr(base, name, None)
         if method is not None:
-            found = tuple(signature(method).parameters)[1:]
-            if found[: len(expected)] != expected:
+            parameters = tuple(signature(method).parameters)[1:]
+            if parameters[: len(expected)] != expected:
                 raise ImportError(
                     f"{base.__name__}.{name} must take {', '.join(expected)}, the installed "
-                    f"{base.__module__.partition('.')[0]} has {', '.join(found)}; install a "
+                    f"{base.__module__.partition('.')[0]} has {', '.join(parameters)}; install a "
                     "version that docs/nxdi.md names"
                 )
             members = {name: block.product, "__module__": __name__}
@@ -325,9 +325,10 @@ def _columns(
 ) -> list[Tensor]:
     """Call a block's column layers, the engine's dense ones too."""
     own = [each for each in layers if isinstance(each, Member)]
-    found = iter(columns(x, own, [each.bias for each in own], ranks))
+    products = iter(columns(x, own, [each.bias for each in own], ranks))
     return [
-        next(found) if isinstance(each, Member) else _dense(each, x, adapter_ids) for each in layers
+        next(products) if isinstance(each, Member) else _dense(each, x, adapter_ids)
+        for each in layers
     ]
 
 
@@ -353,9 +354,9 @@ def _leaves(layer: Any) -> Sequence[str]:
 
 def _taken(layer: nn.Module, state: dict[str, Tensor], source: str) -> dict[str, Tensor]:
     """Take a layer's tensors out of the state dict, its placeholder too."""
-    found = {leaf: state.pop(f"{source}.{leaf}") for leaf in _leaves(layer)}
+    tensors = {leaf: state.pop(f"{source}.{leaf}") for leaf in _leaves(layer)}
     state.pop(f"{source}.weight", None)
-    return found
+    return tensors
 
 
 def _as_rows(key: str | None, tensor: Tensor) -> Tensor:

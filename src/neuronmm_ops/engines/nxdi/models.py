@@ -183,13 +183,16 @@ def _check_version(engine: NxdEngine, dense: Any) -> None:
     """Warn of a version that was not tested; refuse one whose classes are others."""
     version = version_of(engine.package)
     for name, expected in _METHODS.items():
-        found = tuple(signature(getattr(dense, name)).parameters) if hasattr(dense, name) else ()
-        if len(found) < len(expected) or any(
-            want not in (None, have) for want, have in zip(expected, found, strict=False)
+        parameters = (
+            tuple(signature(getattr(dense, name)).parameters) if hasattr(dense, name) else ()
+        )
+        if len(parameters) < len(expected) or any(
+            want not in (None, have) for want, have in zip(expected, parameters, strict=False)
         ):
             raise ImportError(
                 f"{dense.__name__}.{name} of {engine.package} {version} has the parameters "
-                f"{found}, which this package does not know; install {' or '.join(engine.tested)}x"
+                f"{parameters}, which this package does not know; install "
+                f"{' or '.join(engine.tested)}x"
             )
     if version is not None and not version.startswith(engine.tested):
         warnings.warn(

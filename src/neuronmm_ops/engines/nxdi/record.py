@@ -77,14 +77,14 @@ def named_layers(layers: Iterable[LayerReport], tp: int) -> dict[str, LayerRepor
     Raises:
         CheckpointError: a low-rank one is no projection of attention or MLP.
     """
-    found: dict[str, LayerReport] = {}
+    reports: dict[str, LayerReport] = {}
     for layer in layers:
         name = name_in_model(layer, "NxD")
         if layer.storage is not None and tp > 1 and STORAGES[layer.storage].group is not None:
             layer = replace(layer, storage=None, compute="x")
         if name is not None and layer.is_replaced:
-            found[name] = layer
-    return found
+            reports[name] = layer
+    return reports
 
 
 def as_engine_state(state: MutableMapping[str, Tensor], config: Any, options: Any) -> None:

@@ -178,11 +178,11 @@ class LowRankLinearMethod(LinearMethodBase):
 
     def _check_division(self) -> None:
         """Refuse the state of other ranks, of which vLLM fills what it can."""
-        found = self.divided.tolist()
-        if found != self._division():
+        division = self.divided.tolist()
+        if division != self._division():
             named = [
                 f"rank {rank} of {tp}, {DIVIDE} {DIVIDES[divide]!r}"
-                for rank, tp, divide in (found, self._division())
+                for rank, tp, divide in (division, self._division())
             ]
             raise CheckpointError(
                 f"{self.names[0]}: the files are of {named[0]}, this is {named[1]}; serve as it "

@@ -50,13 +50,13 @@ def kernel_test() -> Callable[[Tensor | str], bool]:
         ImportError: the installed release has it in no module where one had it.
     """
     modules = ("vllm_neuron.utils.neuron_utils", _HOP)
-    found = _member("can_run_kernel", *modules)
-    if found is None:
+    test = _member("can_run_kernel", *modules)
+    if test is None:
         raise ImportError(
             f"can_run_kernel must be in {' or '.join(modules)}, the installed vllm-neuron has it "
             "in neither; install a release that docs/vllm-neuron.md names"
         )
-    return found
+    return test
 
 
 def kernel_wrapper() -> Any:
@@ -68,13 +68,13 @@ def _member(name: str, *modules: str) -> Any:
     """A name of the first module that has it; None where no installed one does."""
     for module in modules:
         try:
-            found = getattr(import_module(module), name, None)
+            member = getattr(import_module(module), name, None)
         except ModuleNotFoundError as error:
             if not module.startswith(str(error.name)):
                 raise
             continue
-        if found is not None:
-            return found
+        if member is not None:
+            return member
     return None
 
 

@@ -101,12 +101,12 @@ def _dense(hf_config: Any, config: Mapping[str, Any], family: str) -> Any:
 
 def _family(config: Mapping[str, Any], directory: Path) -> str:
     """The architecture in the checkpoint's own config: the server's was overridden."""
-    found = config.get("architectures")
-    name = found[0] if isinstance(found, list) and len(found) == 1 else None
+    architectures = config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(
             f"architectures must be [{'] or ['.join(FAMILIES)}] for vLLM-Neuron, "
-            f"{directory / 'config.json'} has {found!r:.80}"
+            f"{directory / 'config.json'} has {architectures!r:.80}"
         )
     return name
 
@@ -122,8 +122,8 @@ def _factory(family: str) -> Any:
 
 
 def _kv_heads(hf_config: Any) -> int:
-    found = getattr(hf_config, "num_key_value_heads", None)
-    return hf_config.num_attention_heads if found is None else found
+    kv_heads = getattr(hf_config, "num_key_value_heads", None)
+    return hf_config.num_attention_heads if kv_heads is None else kv_heads
 
 
 def _check_device(heads: int, tp: int) -> None:

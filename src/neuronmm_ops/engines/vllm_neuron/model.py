@@ -92,9 +92,9 @@ def put_low_rank_(
 
 def _layer(name: str, layers: Layers, headers: Mapping[str, TensorHeader]) -> LayerReport:
     """The record of a layer, or what the file's header says of a dense one."""
-    found = layers.get(name)
-    if found is not None:
-        return found
+    report = layers.get(name)
+    if report is not None:
+        return report
     header = headers.get(f"{name}.weight")
     if header is None or len(header.shape) != 2:
         raise CheckpointError(
@@ -139,8 +139,8 @@ def _divide_output(
 
     def read(slices: list[Slice], rank: int) -> Tensor:
         own = part(layer.K, rank, tp, f"rows of {layer.name}")
-        found = files.matrix(layer, None if layer.r is None else 0, rows=own)
-        return F.pad(found, (0, width - found.shape[1])).to(dtype)
+        rows = files.matrix(layer, None if layer.r is None else 0, rows=own)
+        return F.pad(rows, (0, width - rows.shape[1])).to(dtype)
 
     attention.o_proj_weight = parameter((layer.K // tp, width), dtype, read)
     if layer.r is None:

@@ -56,11 +56,11 @@ def check_loading_(model: Any) -> None:
                 continue
             wanted = tensor_dtype(module.storage, torch.float32)
             matrices = [getattr(module, key) for key in module.shapes if len(key) == 1]
-            found = next((m.dtype for m in matrices if m.dtype != wanted), None)
-            if found is not None:
+            dtype = next((m.dtype for m in matrices if m.dtype != wanted), None)
+            if dtype is not None:
                 raise CheckpointError(
                     f"{name} is in {module.storage}, the installed vllm-neuron casts it to "
-                    f"{found}; compress without --storage"
+                    f"{dtype}; compress without --storage"
                 )
         return result
 

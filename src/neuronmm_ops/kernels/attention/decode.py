@@ -117,9 +117,9 @@ class Attending(nl.NKIObject):
         for visible in self.visible:
             if visible.sequence == sequence:
                 return visible
-        found = Visible(self.lanes[0], self.positions, self.reach, sequence, self.window)
-        self.visible.append(found)
-        return found
+        of_sequence = Visible(self.lanes[0], self.positions, self.reach, sequence, self.window)
+        self.visible.append(of_sequence)
+        return of_sequence
 
     def join(self, lanes: int, dtype: nl.DType) -> Rescaling:
         """How groups of so many lanes join, for activations of a dtype."""
@@ -277,12 +277,12 @@ def attend(
 
 def new_tokens(heads: RowHeads | TurnedHeads, units: list[Unit], first: int) -> list[NewTokens]:
     """The new tokens of all units from number `first` on that are of its sequence."""
-    found: list[NewTokens] = []
+    tokens: list[NewTokens] = []
     own = heads.of(units[first].sequence)
     for unit in units[first : len(units)]:
         if unit.sequence == units[first].sequence:
-            found.append(NewTokens(own, unit))
-    return found
+            tokens.append(NewTokens(own, unit))
+    return tokens
 
 
 def check_operands(

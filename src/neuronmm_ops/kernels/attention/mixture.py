@@ -93,10 +93,10 @@ class Mixture(nl.NKIObject):
         most = max(1, BANK_COLUMNS // self.new.head_dim)
         each = LOAD_BYTES // (block.size * self.new.head_dim * itemsize(self.values.dtype))
         each = most // tiles_in(most, max(1, min(each, most)))  # of one bank
-        found: list[ValueLoad] = []
+        loads: list[ValueLoad] = []
         for heads in spans(0, self.new.keys, most if block.new else each):
-            found.append(ValueLoad(number, heads))
-        return found
+            loads.append(ValueLoad(number, heads))
+        return loads
 
     def run(self, sums: Rescaling) -> None:
         """Add all blocks, and make what `join` needs, and `inverse_sb`.

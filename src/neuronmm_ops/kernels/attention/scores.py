@@ -68,11 +68,11 @@ class Scores(nl.NKIObject):
 
     def load(self, block: CacheBlock) -> list[NkiTensor]:
         """Keys of a block in SBUF, [rows of a tile of keys, rows, tiles of tokens] each."""
-        found: list[NkiTensor] = []
+        keys_sb: list[NkiTensor] = []
         if block.new:
             for t in range(self.new.tiles):
-                found.append(self.new.key(t).expand_dim(2))
-            return found
+                keys_sb.append(self.new.key(t).expand_dim(2))
+            return keys_sb
         rows, full = self.new.rows, self.keys.shape[0] // self.new.rows
         columns_hbm = self.keys[:, nl.ds(block.start, block.size)]
         each = max(1, LOAD_BYTES // (rows * block.size * itemsize(self.keys.dtype)))
@@ -83,14 +83,14 @@ class Scores(nl.NKIObject):
             tile_hbm = tile_hbm.reshape_dim(0, (s.size, rows)).permute((1, 0, 2))
             nisa.dma_copy(tile_sb, tile_hbm, dge_mode=mode_of(tile_hbm))
             for i in range(s.size):
-                found.append(tile_sb[:, i, :].reshape_dim(1, shape))
+                keys_sb.append(tile_sb[:, i, :].reshape_dim(1, shape))
         rest = self.keys.shape[0] - full * rows
         if rest > 0:
             tile_sb = nl.ndarray((rest, block.size), dtype=self.keys.dtype)
             tile_hbm = columns_hbm[nl.ds(full * rows, rest), :]
             nisa.dma_copy(tile_sb, tile_hbm, dge_mode=mode_of(tile_hbm))
-            found.append(tile_sb.reshape_dim(1, shape))
-        return found
+            keys_sb.append(tile_sb.reshape_dim(1, shape))
+        return keys_sb
 
     def add(self, block: CacheBlock, seen: Seen) -> None:
         """Compute the scores of a block, before they are scaled, and their maxima."""

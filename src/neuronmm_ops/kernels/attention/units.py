@@ -121,32 +121,32 @@ class CacheBlock(NKIObject):
 def cache_blocks(tokens: Span, groups: int, new: int) -> list[CacheBlock]:
     """The new tokens, if any, those of a cache that fill no tile, and blocks that groups share."""
     whole = tokens.size // PARTITIONS * PARTITIONS
-    found: list[CacheBlock] = []
+    blocks: list[CacheBlock] = []
     if new > 0:
-        found.append(CacheBlock(0, new, 1, True))
+        blocks.append(CacheBlock(0, new, 1, True))
     if whole < tokens.size:
-        found.append(CacheBlock(tokens.start + whole, tokens.size - whole, 1, False))
+        blocks.append(CacheBlock(tokens.start + whole, tokens.size - whole, 1, False))
     for s in spans(tokens.start, whole, BLOCK_TILES * PARTITIONS):
         shared = s.size // (groups * PARTITIONS) * groups * PARTITIONS
         if shared > 0:
-            found.append(CacheBlock(s.start, shared, groups, False))
+            blocks.append(CacheBlock(s.start, shared, groups, False))
         if shared < s.size:
-            found.append(CacheBlock(s.start + shared, s.size - shared, 1, False))
-    return found
+            blocks.append(CacheBlock(s.start + shared, s.size - shared, 1, False))
+    return blocks
 
 
 def parts_of(blocks: list[CacheBlock], most: int) -> list[list[CacheBlock]]:
     """Blocks in parts, each of at most so many scores of a partition, or of one block."""
-    found: list[list[CacheBlock]] = []
+    parts: list[list[CacheBlock]] = []
     held = 0
     for block in blocks:
         size = block.rows * block.width
-        if len(found) == 0 or held + size > most:
-            found.append([])
+        if len(parts) == 0 or held + size > most:
+            parts.append([])
             held = 0
-        found[len(found) - 1].append(block)
+        parts[len(parts) - 1].append(block)
         held += size
-    return found
+    return parts
 
 
 def reached(tokens: int, window: int) -> int:
@@ -172,11 +172,11 @@ def decode_units(shape: Shape, window: int, core: int, cores: int) -> list[Unit]
     else:
         sequences = core_span(shape.batch, core, cores)
     most = most_keys(shape.group * shape.new, shape.stacked, shape.head_dim)
-    found: list[Unit] = []
+    units: list[Unit] = []
     for b in range(sequences.start, sequences.start + sequences.size):
         for s in spans(keys.start, keys.size, most):
-            found.append(Unit(b, s))
-    return found
+            units.append(Unit(b, s))
+    return units
 
 
 def halves(size: int, unit: int, core: int, cores: int) -> Span:
@@ -210,11 +210,11 @@ class HeadGroup(NKIObject):
 def prefill_groups(shape: Shape, core: int, cores: int) -> list[HeadGroup]:
     """A core's groups: two cores share all query heads, along key heads where these are even."""
     own = halves(shape.batch * shape.heads, shape.group, core, cores)
-    found: list[HeadGroup] = []
+    groups: list[HeadGroup] = []
     for n in range(shape.batch * shape.kv_heads):
         start = max(own.start, n * shape.group)
         end = min(own.start + own.size, (n + 1) * shape.group)
         if end > start:
             b, first = n // shape.kv_heads, n // shape.kv_heads * shape.heads
-            found.append(HeadGroup(b, n % shape.kv_heads, Span(start - first, end - start)))
-    return found
+            groups.append(HeadGroup(b, n % shape.kv_heads, Span(start - first, end - start)))
+    return groups

@@ -131,9 +131,9 @@ class Decoding(nl.NKIObject):
         if len(ranges) == 0:
             ranges, group = stage.ranges(H), stage.group
             streams = self.ranks.fitted(streams, H)
-        found = Residual(streams[0], ranges, group)
-        found.load(streams[1] if len(streams) > 1 else None)
-        return found
+        residual = Residual(streams[0], ranges, group)
+        residual.load(streams[1] if len(streams) > 1 else None)
+        return residual
 
     def keep(self, before: Residual) -> Kept:
         """What a half of a layer adds to the stream, in SBUF."""
@@ -369,9 +369,9 @@ def decoder_layer_decode(
         between = decoding.attention(every[n], between)
         between = decoding.mlp(every[n], between, n + 1 == layers)
         outputs.extend([every[n].k_cache, every[n].v_cache])
-    found = [between.added, between.stream]
-    found.extend(outputs)
-    return tuple(found)
+    results = [between.added, between.stream]
+    results.extend(outputs)
+    return tuple(results)
 
 
 def part_of(operands: tuple[Any, ...], n: int, layers: int) -> tuple[Any, ...]:

@@ -35,7 +35,7 @@ def stages(problem: Problem) -> list[Problem]:
             f"decoder_layer takes 1 to {MOST_TOKENS} new tokens a sequence, got "
             f"{problem.M // sequences}; run a prompt by the layers themselves"
         )
-    found: list[Problem] = []
+    problems: list[Problem] = []
     stored = problem.weight_dtypes
     for name, linears in stages_of(linears_of(problem)).items():
         low_rank, dense = OPS[name]
@@ -43,14 +43,14 @@ def stages(problem: Problem) -> list[Problem]:
         kept: dict[str, Any] = {"weight_dtype": own, "others": (), "tp": 1}
         if problem.tp == 1 and all(len(linear) == 2 for linear in linears):
             matrices = tuple([matrix for linear in linears for matrix in linear])
-            found.append(replace(problem, op=low_rank, **kept, matrices=matrices))
+            problems.append(replace(problem, op=low_rank, **kept, matrices=matrices))
             continue
         # of some pairs, too, and on ranks, cores share the columns of what follows u
         matrices = tuple([(linear[0][0], linear[-1][1]) for linear in linears])
         if name == "qkv":
             matrices = ((matrices[0][0], sum([columns for _, columns in matrices])),)
-        found.append(replace(problem, op=dense, **kept, matrices=matrices))
-    return found
+        problems.append(replace(problem, op=dense, **kept, matrices=matrices))
+    return problems
 
 
 def decode(problem: Problem, *planned: Arguments) -> list[Knobs]:
@@ -113,10 +113,10 @@ def _axes(stage: Problem, on_ranks: bool) -> list[list[dict[str, int]]]:
     chunks = [{"k_chunk": even(K, size)} for size in (1024, 2048, 4096)]
     tiles = [{"tile_bytes": size} for size in (16384, 8192, 4096)]
     grouped = stage.storage is not None and stage.storage.group is not None
-    found = [[{"stationary": value} for value in (0, 1)[: 2 - grouped]], tiles]
+    axes = [[{"stationary": value} for value in (0, 1)[: 2 - grouped]], tiles]
     if len(stage.ranks) > 1:
-        found.append([{"fuse": 0}, {"fuse": 1}])
+        axes.append([{"fuse": 0}, {"fuse": 1}])
     if stage.inner:
-        found.append([{"inner_block": block} for block in inner_blocks(stage)])
-        found += [balances(stage)] if on_ranks else []
-    return found if stage.op in ("svd_mlp", "mlp") else [*found, chunks]
+        axes.append([{"inner_block": block} for block in inner_blocks(stage)])
+        axes += [balances(stage)] if on_ranks else []
+    return axes if stage.op in ("svd_mlp", "mlp") else [*axes, chunks]

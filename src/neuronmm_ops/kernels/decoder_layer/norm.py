@@ -55,28 +55,28 @@ class Residual(nl.NKIObject):
 
         A core squares its own part while the other one's is on its way.
         """
-        found = Residual(self.hbm, self.ranges, self.group)
+        residual = Residual(self.hbm, self.ranges, self.group)
         added = kept.of_cores()
         own = nl.program_id(0) if len(added) > 1 else 0
         first = self.sums(own, added[own])
-        found.parts_sb = [first]
-        found.squares_sb = [square_sums(first)]
+        residual.parts_sb = [first]
+        residual.squares_sb = [square_sums(first)]
         if len(added) > 1:
             second = self.sums(1 - own, added[1 - own])
             at = 1 - own
-            found.parts_sb.insert(at, second)
-            found.squares_sb.insert(at, square_sums(second))
-        return found
+            residual.parts_sb.insert(at, second)
+            residual.squares_sb.insert(at, square_sums(second))
+        return residual
 
     def sums(self, number: int, added: list[NkiTensor]) -> list[NkiTensor]:
         """The parts of a range, each plus [rows, tiles, M]."""
-        found: list[NkiTensor] = []
+        sums_sb: list[NkiTensor] = []
         for i in range(len(added)):
             part_sb = self.parts_sb[number][i]
             sum_sb = nl.ndarray(part_sb.shape, dtype=self.dtype)
             nisa.tensor_tensor(sum_sb, part_sb, added[i].permute((0, 2, 1)), nl.add)
-            found.append(sum_sb)
-        return found
+            sums_sb.append(sum_sb)
+        return sums_sb
 
     def chunk(self, number: int, lanes: int) -> TransposedChunk:
         """The K chunk of a range, to which parts have yet to be added."""
@@ -107,15 +107,15 @@ class Residual(nl.NKIObject):
     ) -> list[Chunk]:
         """The features of ranges, over their root mean square and times a weight [H]."""
         inverse_sb = self.inverse(eps)
-        found: list[Chunk] = []
+        chunks: list[Chunk] = []
         for number in numbers:
             chunk = self.chunk(number, lanes)
             for i in range(len(chunk.parts)):
                 part = chunk.parts[i]
                 weight_sb = loaded(weight_hbm.expand_dim(0), chunk.start, part)
                 add_normed(chunk, part, self.parts_sb[number][i], inverse_sb, weight_sb)
-            found.append(chunk)
-        return found
+            chunks.append(chunk)
+        return chunks
 
     def weighted(self, weight_hbm: NkiTensor, lanes: int) -> TransposedChunk:
         """The features times a weight [H], of one range: a rank's, before its norm is known."""
@@ -160,14 +160,14 @@ class Residual(nl.NKIObject):
 
 def square_sums(parts_sb: list[NkiTensor]) -> list[NkiTensor]:
     """Sums of squares of each token, [rows, M] fp32, of parts [rows, M, tiles]."""
-    found: list[NkiTensor] = []
+    sums_of_parts_sb: list[NkiTensor] = []
     for part_sb in parts_sb:
         squares_sb = nl.ndarray(part_sb.shape, dtype=nl.float32)
         sums_sb = nl.ndarray((part_sb.shape[0], part_sb.shape[1]), dtype=nl.float32)
         nisa.tensor_tensor(squares_sb, part_sb, part_sb, nl.multiply)
         nisa.tensor_reduce(sums_sb, nl.add, squares_sb, axis=2)
-        found.append(sums_sb)
-    return found
+        sums_of_parts_sb.append(sums_sb)
+    return sums_of_parts_sb
 
 
 def root(mean: NkiTensor, eps: float) -> NkiTensor:

@@ -25,16 +25,16 @@ def linears_of(problem: Problem) -> list[Matrices]:
     left, H = list(problem.matrices), problem.K
     if problem.tp > 1:
         return _linears_of_rank(problem)
-    found: list[Matrices] = []
+    stages: list[Matrices] = []
     for n in range(7):
         # of the Linear after: from x, from attention, from the gated features
-        features = found[n - 2][-1][1] if n == 2 else found[n - 1][-1][1] if n == 5 else H
+        features = stages[n - 2][-1][1] if n == 2 else stages[n - 1][-1][1] if n == 5 else H
         is_pair = len(left) > 1 and (n == 6 or left[1][0] != features)
         size = 1 + is_pair
-        found.append(tuple(left[:size]))
+        stages.append(tuple(left[:size]))
         left = left[size:]
     assert not left, f"{problem.op}: 7 Linears, each a pair or dense; got {problem.matrices}"
-    return found
+    return stages
 
 
 def _linears_of_rank(problem: Problem) -> list[Matrices]:

@@ -39,15 +39,15 @@ class TensorParallel(nl.NKIObject):
         rows: list[NkiTensor] = []
         if len(parts) > 0:
             rows = self.gathered(parts)
-        found: list[NkiTensor] = []
+        fitted: list[NkiTensor] = []
         seen = 0
         for hbm in streams:
             if hbm.shape[1] < features:
-                found.append(self.side_by_side(rows[seen]))
+                fitted.append(self.side_by_side(rows[seen]))
                 seen += 1
             else:
-                found.append(hbm)
-        return found
+                fitted.append(hbm)
+        return fitted
 
     def gathered(self, parts: list[NkiTensor]) -> list[NkiTensor]:
         """[M, size] of all ranks, one below the other."""

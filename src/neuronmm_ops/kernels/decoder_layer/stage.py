@@ -105,10 +105,10 @@ class Stage(nl.NKIObject):
         """What cores contract: each its part, or all of it where they share columns."""
         if not self.by_cores:
             return [Span(0, size)]
-        found: list[Span] = []
+        ranges: list[Span] = []
         for core in range(nl.num_programs(0)):
-            found.append(core_span(size, core, nl.num_programs(0), self.group))
-        return found
+            ranges.append(core_span(size, core, nl.num_programs(0), self.group))
+        return ranges
 
     def own(self) -> int:
         """The number of this core's range."""
@@ -145,10 +145,10 @@ class Stage(nl.NKIObject):
         low_hbm = self.low([stream.weighted(weight_hbm, self.lanes(stream.tokens))], us)
         sums = self.ranks.summed([low_hbm, stream.squares(self.ranks.count)])
         inverse_sb = root_of(sums[1], eps)
-        found: list[list[Chunk]] = []
+        sides: list[list[Chunk]] = []
         for each in side_by_side(sums[0], us):
-            found.append(self.chunks(each, inverse_sb))
-        return found
+            sides.append(self.chunks(each, inverse_sb))
+        return sides
 
     def sides(self, chunks: list[Chunk], count: int) -> list[list[Chunk]]:
         """What each of the first weights of `vs` contracts, for cores that share columns."""
@@ -159,15 +159,15 @@ class Stage(nl.NKIObject):
         low: list[NkiTensor] = []
         if len(us) > 0:
             low = side_by_side(self.ranks.summed([self.low(chunks, us)])[0], us)
-        found: list[list[Chunk]] = []
+        sides: list[list[Chunk]] = []
         seen = 0
         for n in range(count):
             if self.is_pair[n]:
-                found.append(self.chunks(low[seen]))
+                sides.append(self.chunks(low[seen]))
                 seen += 1
             else:
-                found.append(chunks)
-        return found
+                sides.append(chunks)
+        return sides
 
     def chunks(self, hbm: NkiTensor, inverse_sb: NkiTensor | None = None) -> list[Chunk]:
         """This core's part of [M, K] in HBM; each token's times its `inverse_sb` [128, M]."""
@@ -205,9 +205,9 @@ class Stage(nl.NKIObject):
 
 def side_by_side(hbm: NkiTensor, weights: list[DecodeWeight]) -> list[NkiTensor]:
     """The columns of [M, ...] in HBM that are those of each weight."""
-    found: list[NkiTensor] = []
+    parts_hbm: list[NkiTensor] = []
     start = 0
     for w in weights:
-        found.append(hbm[:, nl.ds(start, w.hbm.shape[1])])
+        parts_hbm.append(hbm[:, nl.ds(start, w.hbm.shape[1])])
         start += w.hbm.shape[1]
-    return found
+    return parts_hbm

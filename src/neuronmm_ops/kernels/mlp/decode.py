@@ -166,13 +166,13 @@ def hidden_turned(
     """act(gate) * up, transposed; two cores exchange what they have made through HBM, [I, M]."""
     I = weights[0].hbm.shape[1]  # noqa: E741 - the shape letter
     inner = own(I)
-    found: list[Turned] = []
+    hidden: list[Turned] = []
     for columns in spans(inner.start, inner.size, inner_block):
-        found.extend(gated_turned(sides, weights, columns, M, activation, loads))
+        hidden.extend(gated_turned(sides, weights, columns, M, activation, loads))
     if nl.num_programs(0) == 1:
-        return found
+        return hidden
     h_hbm = nl.ndarray((I, M), dtype=weights[0].dtype, buffer=nl.shared_hbm)
-    for own_part in found:
+    for own_part in hidden:
         rows, count, _ = own_part.sb.shape
         part_hbm = h_hbm[nl.ds(own_part.start, rows * count), :].reshape_dim(0, (rows, count))
         nisa.dma_copy(part_hbm, own_part.sb, dge_mode=nisa.dge_mode.none)
@@ -183,5 +183,5 @@ def hidden_turned(
         tile_hbm = h_hbm[nl.ds(tile.start, tile.rows * tile.count), :]
         tile_hbm = tile_hbm.reshape_dim(0, (tile.rows, tile.count))
         nisa.dma_copy(tile_sb, tile_hbm, dge_mode=nisa.dge_mode.none)
-        found.append(Turned(tile.start, tile_sb))
-    return found
+        hidden.append(Turned(tile.start, tile_sb))
+    return hidden

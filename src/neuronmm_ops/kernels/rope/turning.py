@@ -50,15 +50,15 @@ class Norm(nl.NKIObject):
             )
             nisa.tensor_scalar(means_sb, means_sb, nl.power, -0.5)
             roots_sb.append(means_sb)
-        found: list[NkiTensor] = []
+        normed: list[NkiTensor] = []
         for i in range(len(tiles_sb)):
             x_sb = tiles_sb[i]
             normed_sb = nl.ndarray(x_sb.shape, dtype=x_sb.dtype)
             for h in range(x_sb.shape[1]):
                 root_sb = roots_sb[i][:, nl.ds(h, 1)]
                 nisa.tensor_scalar(normed_sb[:, h, :], x_sb[:, h, :], nl.multiply, root_sb)
-            found.append(normed_sb)
-        return found
+            normed.append(normed_sb)
+        return normed
 
 
 class Tables(nl.NKIObject):

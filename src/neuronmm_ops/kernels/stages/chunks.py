@@ -268,15 +268,15 @@ def chunks_of(
     `start` is the row of the weight that belongs to column 0. `dtype`, `scale`, `lanes` and
     `scaled_rows` are as in `KChunk`.
     """
-    found: list[Chunk] = []
+    chunks: list[Chunk] = []
     groups = column_groups(x_hbm.shape[0], facts().pe_tile)
     for s in spans(part.start, part.size, width):
-        group = groups - 1 - len(found) % groups
+        group = groups - 1 - len(chunks) % groups
         columns_hbm = x_hbm[:, nl.ds(s.start, s.size)]
         at = start + s.start
         chunk = KChunk(at, columns_hbm, False, group, dtype, scale, lanes, scaled_rows=scaled_rows)
-        found.append(chunk)
-    return found
+        chunks.append(chunk)
+    return chunks
 
 
 def evict(to_sb: NkiTensor, bank_psum: NkiTensor, number: int) -> None:

@@ -76,7 +76,7 @@ def project(
     `rank_block` columns of a weight are summed in a pass over the K chunks. `fuse`: there is one
     pass for all weights.
     """
-    found: list[list[Chunk]] = []
+    products: list[list[Chunk]] = []
     if fuse:
         sums: list[Sums] = []
         for w in weights:
@@ -84,24 +84,24 @@ def project(
         contract(chunks, sums, loads, True, False)
         tiles_sb = of_both_cores(sums)
         for i in range(len(sums)):
-            found.append(sums[i].chunks(tiles_sb[i]))
-        return found
+            products.append(sums[i].chunks(tiles_sb[i]))
+        return products
     for w in weights:
         of_weight: list[Chunk] = []
         for columns in spans(0, w.hbm.shape[1], rank_block):
             s = Sums(w, columns, M)
             contract(again(chunks), [s], loads, True, False, True)
             of_weight.extend(s.chunks(of_both_cores([s])[0]))
-        found.append(of_weight)
-    return found
+        products.append(of_weight)
+    return products
 
 
 def again(chunks: list[Chunk]) -> list[Chunk]:
     """The same K chunks, not transposed."""
-    found: list[Chunk] = []
+    fresh: list[Chunk] = []
     for chunk in chunks:
-        found.append(chunk.again())
-    return found
+        fresh.append(chunk.again())
+    return fresh
 
 
 def of_both_cores(sums: list[Sums]) -> list[NkiTensor]:
@@ -109,15 +109,15 @@ def of_both_cores(sums: list[Sums]) -> list[NkiTensor]:
 
     All are sent before any is added: a queue starts one DMA after the other.
     """
-    found: list[NkiTensor] = []
+    tiles_sb: list[NkiTensor] = []
     is_scaled = not is_none(sums[0].weight.scale)
     dtype = nl.float32 if is_scaled else sums[0].weight.dtype
     if nl.num_programs(0) == 1:
         for s in sums:
-            found.append(s.rounded(dtype))
-        return found
+            tiles_sb.append(s.rounded(dtype))
+        return tiles_sb
     for s in sums:
         s.send()
     for s in sums:
-        found.append(s.of_both_cores(dtype))
-    return found
+        tiles_sb.append(s.of_both_cores(dtype))
+    return tiles_sb

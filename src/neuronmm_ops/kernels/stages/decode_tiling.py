@@ -64,10 +64,10 @@ def transposes_in_bank(M: int, itemsize: int) -> int:
 def output_blocks(part: Span, block: int, last_block: int) -> list[Span]:
     """Cut a range of output columns into blocks, the last one of `last_block` columns, if any."""
     rest = max(0, part.size - last_block)
-    found = spans(part.start, rest, block)
+    blocks = spans(part.start, rest, block)
     if part.size > rest:
-        found.append(Span(part.start + rest, part.size - rest))
-    return found
+        blocks.append(Span(part.start + rest, part.size - rest))
+    return blocks
 
 
 class Loads(NKIObject):
@@ -101,18 +101,18 @@ class Loads(NKIObject):
         edge = max(1, min(most, EDGE_TILE_BYTES) // row_bytes)
         head = min(tiles, edge) if first and self.opens else 0
         tail = min(tiles - head, edge) if last and self.ends else 0
-        found = spans(0, head, edge)
-        found.extend(spans(head, tiles - head - tail, max(1, most // row_bytes)))
-        found.extend(spans(tiles - tail, tail, edge))
+        cuts = spans(0, head, edge)
+        cuts.extend(spans(head, tiles - head - tail, max(1, most // row_bytes)))
+        cuts.extend(spans(tiles - tail, tail, edge))
         halved = least_bytes > 0 and self.opens and self.ends
-        for _ in range(2 if halved and len(found) > 0 else 0):
-            whole = found[len(found) - 1]
+        for _ in range(2 if halved and len(cuts) > 0 else 0):
+            whole = cuts[len(cuts) - 1]
             half = whole.size // 2
             if half > 0 and half * row_bytes >= least_bytes:
-                found = found[0 : len(found) - 1]
-                found.append(Span(whole.start, whole.size - half))
-                found.append(Span(whole.start + whole.size - half, half))
-        return found
+                cuts = cuts[0 : len(cuts) - 1]
+                cuts.append(Span(whole.start, whole.size - half))
+                cuts.append(Span(whole.start + whole.size - half, half))
+        return cuts
 
 
 def waited_bytes(slow_short_runs: bool) -> int:
@@ -125,15 +125,15 @@ def cast_shares(columns: int, weights: tuple[int, ...]) -> list[Span]:
     total = 0
     for weight in weights:
         total += weight
-    found: list[Span] = []
+    shares: list[Span] = []
     start, seen = 0, 0
     for weight in weights:
         seen += weight
         end = columns * seen // total
         if end > start:
-            found.append(Span(start, end - start))
+            shares.append(Span(start, end - start))
         start = end
-    return found
+    return shares
 
 
 def cast_by_dma(seen: int, tiles: int, every: int) -> int:
@@ -179,40 +179,40 @@ class SumTiling(NKIObject):
 
     def matmuls(self, columns: Span) -> list[GroupSpan]:
         """The matmuls of a K tile over `columns`; neighbours are in different groups."""
-        found: list[GroupSpan] = []
+        parts: list[GroupSpan] = []
         for s in spans(0, self.width, self.step):
             for i in range(len(self.groups)):
                 start = self.groups[i].start + s.start - columns.start
                 size = min(s.size, self.groups[i].size - s.start)
                 if size > 0 and start >= 0 and start < columns.size:
-                    found.append(GroupSpan(i, s.start, size))
-        return found
+                    parts.append(GroupSpan(i, s.start, size))
+        return parts
 
     def evictions(self) -> list[GroupSpan]:
         """The sums cut into banks, in the order of columns."""
-        found: list[GroupSpan] = []
+        parts: list[GroupSpan] = []
         for i in range(len(self.groups)):
             for s in spans(0, self.groups[i].size, BANK_COLUMNS):
-                found.append(GroupSpan(i, s.start, s.size))
-        return found
+                parts.append(GroupSpan(i, s.start, s.size))
+        return parts
 
     def stacks(self) -> list[GroupSpan]:
         """The column groups whose sums lie one below the other in the same columns."""
-        found: list[GroupSpan] = []
+        stacks: list[GroupSpan] = []
         full = self.size // self.width
         if full > 0:
-            found.append(GroupSpan(0, 0, self.width, full))
+            stacks.append(GroupSpan(0, 0, self.width, full))
         if full < len(self.groups):
-            found.append(GroupSpan(full, 0, self.groups[full].size))
-        return found
+            stacks.append(GroupSpan(full, 0, self.groups[full].size))
+        return stacks
 
     def stacked_evictions(self) -> list[GroupSpan]:
         """The sums cut into banks, the groups of a stack together."""
-        found: list[GroupSpan] = []
+        parts: list[GroupSpan] = []
         for stack in self.stacks():
             for s in spans(0, stack.size, BANK_COLUMNS):
-                found.append(GroupSpan(stack.group, s.start, s.size, stack.count))
-        return found
+                parts.append(GroupSpan(stack.group, s.start, s.size, stack.count))
+        return parts
 
     def halves(self, itemsize: int) -> list[Span]:
         """The columns in two parts that are loaded one after the other, if both make long rows."""
@@ -263,7 +263,7 @@ def output_tiles(columns: Span, M: int) -> list[ColumnTile]:
 
 
 def _column_tiles(columns: Span, M: int, most: int, unit: int, strided: bool) -> list[ColumnTile]:
-    found: list[ColumnTile] = []
+    tiles: list[ColumnTile] = []
     start, slot, end = columns.start, 0, columns.start + columns.size
     per = BANK_COLUMNS // M
     while start < end:
@@ -271,7 +271,7 @@ def _column_tiles(columns: Span, M: int, most: int, unit: int, strided: bool) ->
         count = min(most, (end - start) // rows, per - slot % per)
         if count > unit:
             count -= count % unit
-        found.append(ColumnTile(start, rows, count, strided, slot))
+        tiles.append(ColumnTile(start, rows, count, strided, slot))
         start += rows * count
         slot += count
-    return found
+    return tiles

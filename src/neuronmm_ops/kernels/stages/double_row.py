@@ -207,12 +207,12 @@ def rounded_rows(shared: Rounding, x_hbm: NkiTensor, t: Span, layout: str) -> li
     K = x_hbm.shape[1]
     # in a loop of the device GpSimdE makes the loads' descriptors, and must not wait for them
     squares = 1 if x_hbm.is_indirect() else SQUARES_OF_X
-    found: list[Rounded] = []
+    rows: list[Rounded] = []
     for own in spans(t.start, t.size, DOUBLED_TOKENS):
         source = TiledOperand(x_hbm, Span(0, K), own, tiles_in(K, PARTITIONS), layout)
-        found.append(Rounded(shared, source, None, 0, squares))
-    found[0].load()
-    return found
+        rows.append(Rounded(shared, source, None, 0, squares))
+    rows[0].load()
+    return rows
 
 
 def load_next(xs: list[Rounded], c: int) -> None:
@@ -235,10 +235,10 @@ def project_rounded(
         dtype: of the result before it is rounded.
         loads: x comes from HBM and is used for the first time.
     """
-    found: list[Rounded] = []
+    products: list[Rounded] = []
     for x in xs:
         source = in_sbuf(new_tiles(w.width, x.width, dtype), w.width)
-        found.append(Rounded(shared, source, x, 0, SQUARES_OF_LOW))
+        products.append(Rounded(shared, source, x, 0, SQUARES_OF_LOW))
     for b in spans(0, w.width, block):
         w_block = w.paired(b)
         for c in range(len(xs)):
@@ -249,10 +249,10 @@ def project_rounded(
                 sums_psum = accumulate(w_block, xs[c], group, 1, shared)
                 for i in range(len(sums_psum)):
                     k = (b.start + rows.start) // PARTITIONS + i
-                    tile_sb = found[c].source.tile(k)
+                    tile_sb = products[c].source.tile(k)
                     evict(tile_sb, sums_psum[i][0], 0, 1, w.column_scale(k))
-                    found[c].add(k, tile_sb)
-    return found
+                    products[c].add(k, tile_sb)
+    return products
 
 
 def write_rounded(

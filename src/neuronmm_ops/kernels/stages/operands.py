@@ -295,9 +295,9 @@ def load_row(row_hbm: NkiTensor, columns: Span, rows: int) -> NkiTensor:
 
 def in_sbuf(tiles_sb: Tiles, size: int) -> TiledOperand:
     """An operand of `tiles_sb`, 128 rows each, [size, width] together."""
-    found = TiledOperand(None, Span(0, size), Span(0, tiles_sb[0].shape[1]), len(tiles_sb))
-    found.tiles_sb = tiles_sb
-    return found
+    operand = TiledOperand(None, Span(0, size), Span(0, tiles_sb[0].shape[1]), len(tiles_sb))
+    operand.tiles_sb = tiles_sb
+    return operand
 
 
 def evict(

@@ -50,10 +50,10 @@ class ToHbm(nl.NKIObject):
 
     def tiles(self, blocks: list[Span]) -> list[list[ColumnTile]]:
         """Columns of stationary weights that are summed in a pass."""
-        found: list[list[ColumnTile]] = []
+        tiles: list[list[ColumnTile]] = []
         for columns in blocks:
-            found.append(output_tiles(columns, self.tokens))
-        return found
+            tiles.append(output_tiles(columns, self.tokens))
+        return tiles
 
     def put_turned(self, sums: TurnedSums, bias: NkiTensor | None) -> None:
         """Store sums of stationary weights."""
@@ -64,10 +64,10 @@ class ToHbm(nl.NKIObject):
 
 def each_to_hbm(parts: list[NkiTensor]) -> list[ToHbm]:
     """Of each part [M, N] in HBM."""
-    found: list[ToHbm] = []
+    outputs: list[ToHbm] = []
     for hbm in parts:
-        found.append(ToHbm(hbm))
-    return found
+        outputs.append(ToHbm(hbm))
+    return outputs
 
 
 class Kept(nl.NKIObject):
@@ -111,13 +111,13 @@ class Kept(nl.NKIObject):
 
     def tiles(self, blocks: list[Span]) -> list[list[ColumnTile]]:
         """Columns of stationary weights that are summed in a pass: all, whose tiles are strided."""
-        found: list[ColumnTile] = []
+        tiles: list[ColumnTile] = []
         slot = 0
         for part in chunk_parts(self.own.size, self.group):
             start = self.own.start + part.start
-            found.append(ColumnTile(start, part.rows, part.tiles, True, slot))
+            tiles.append(ColumnTile(start, part.rows, part.tiles, True, slot))
             slot += part.tiles
-        return [found]
+        return [tiles]
 
     def put_turned(self, sums: TurnedSums, bias: NkiTensor | None) -> None:
         """Keep sums of stationary weights."""

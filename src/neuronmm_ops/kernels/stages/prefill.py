@@ -147,9 +147,9 @@ def keep_scales(weights: list[Weight], rows: int) -> None:
 
 def contraction_parts(count: int, tail: int) -> list[Span]:
     """Tiles of a contraction, one by one but the last `tail`."""
-    found = spans(0, max(0, count - tail), 1)
-    found.append(Span(max(0, count - tail), min(tail, count)))
-    return found
+    parts = spans(0, max(0, count - tail), 1)
+    parts.append(Span(max(0, count - tail), min(tail, count)))
+    return parts
 
 
 def evict_row(
@@ -186,10 +186,10 @@ def scale_row(dst_sb: NkiTensor, row_psum: Tiles, scale_sb: NkiTensor, bias_sb: 
 
 def new_tiles(size: int, width: int, dtype: nl.DType) -> Tiles:
     """SBUF tiles of 128 rows each, [size, width] together."""
-    found: Tiles = []
+    tiles: Tiles = []
     for t in spans(0, size, PARTITIONS):
-        found.append(nl.ndarray((t.size, width), dtype=dtype))
-    return found
+        tiles.append(nl.ndarray((t.size, width), dtype=dtype))
+    return tiles
 
 
 def project(

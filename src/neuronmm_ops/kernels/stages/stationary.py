@@ -112,7 +112,7 @@ class TurnedSums(nl.NKIObject):
 
     def rounded(self) -> list[Turned]:
         """The sums, over both cores where they have been sent, as the next product takes them."""
-        found: list[Turned] = []
+        parts: list[Turned] = []
         for i in range(len(self.tiles)):
             tile = self.tiles[i]
             to_sb = nl.ndarray((tile.rows, tile.count, self.tokens), dtype=self.weight.dtype)
@@ -121,8 +121,8 @@ class TurnedSums(nl.NKIObject):
             else:
                 mine, other = self.like(self.sent_sb[0], tile), self.like(self.received_sb[0], tile)
                 nisa.tensor_tensor(to_sb, other, mine, nl.add)
-            found.append(Turned(tile.start, to_sb))
-        return found
+            parts.append(Turned(tile.start, to_sb))
+        return parts
 
     def factors(self, number: int) -> NkiTensor | None:
         """A weight's scale as a tile's columns lie, [rows, count, M]; None where there is none."""
@@ -168,14 +168,14 @@ def turned_row(row_hbm: NkiTensor, tile: ColumnTile) -> NkiTensor:
 
 def turned(chunks: list[Chunk]) -> list[Turned]:
     """K chunks, transposed."""
-    found: list[Turned] = []
+    parts: list[Turned] = []
     for chunk in chunks:
         chunk.transpose()
         start = chunk.start
         for tiles_sb in chunk.transposed_sb:
-            found.append(Turned(start, tiles_sb))
+            parts.append(Turned(start, tiles_sb))
             start += tiles_sb.shape[0] * tiles_sb.shape[1]
-    return found
+    return parts
 
 
 def contract_turned(
@@ -199,7 +199,7 @@ def project_turned(
     `rank_block` columns of a weight are summed in a pass. All sums are sent before any is added:
     VectorE would wait for what the other core sends before it takes the next ones from PSUM.
     """
-    found: list[list[Turned]] = []
+    products: list[list[Turned]] = []
     sent: list[list[TurnedSums]] = []
     for w in weights:
         of_weight: list[Turned] = []
@@ -212,12 +212,12 @@ def project_turned(
                 of_sent.append(sums)
             else:
                 of_weight.extend(sums.rounded())
-        found.append(of_weight)
+        products.append(of_weight)
         sent.append(of_sent)
     for n in range(len(weights)):
         for sums in sent[n]:
-            found[n].extend(sums.rounded())
-    return found
+            products[n].extend(sums.rounded())
+    return products
 
 
 def rounded_turned(to_sb: NkiTensor, sums: TurnedSums, number: int, bias: NkiTensor | None) -> None:

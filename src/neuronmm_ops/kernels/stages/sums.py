@@ -335,7 +335,7 @@ class Sums(nl.NKIObject):
 
     def chunks(self, tile_sb: NkiTensor) -> list[Chunk]:
         """What is in a tile of `new_tile`, as K chunks of a contraction over these columns."""
-        found: list[Chunk] = []
+        chunks: list[Chunk] = []
         dtype, scale = self.weight.dtype, self.weight.scale
         stack: Stack | None = None
         for i in range(len(self.tiling.groups)):
@@ -349,8 +349,8 @@ class Sums(nl.NKIObject):
             group_sb = self.group(tile_sb, i)
             rows = self.weight.group  # the next weight's, which has the same storage
             chunk = KChunk(start, group_sb, True, 0, dtype, None, self.lanes, stack, number, rows)
-            found.append(chunk)
-        return found
+            chunks.append(chunk)
+        return chunks
 
     def store(self, to_hbm: NkiTensor, first: int, tile_sb: NkiTensor) -> None:
         """Store a tile of `new_tile`; column 0 of `to_hbm` is column `first` of the weight.

@@ -26,18 +26,18 @@ def tiles_in(size: int, tile: int) -> int:
 
 def spans(start: int, size: int, tile: int) -> list[Span]:
     """Cut [start, start + size) into tiles; the last one ends at the edge."""
-    found: list[Span] = []
+    parts: list[Span] = []
     for i in range(tiles_in(size, tile)):
-        found.append(Span(start + i * tile, min(tile, size - i * tile)))
-    return found
+        parts.append(Span(start + i * tile, min(tile, size - i * tile)))
+    return parts
 
 
 def sizes(size: int, tile: int) -> list[int]:
     """The sizes of `spans`."""
-    found = [tile] * (size // tile)
+    widths = [tile] * (size // tile)
     if size % tile > 0:
-        found.append(size % tile)
-    return found
+        widths.append(size % tile)
+    return widths
 
 
 class Group(NKIObject):
@@ -53,22 +53,22 @@ class Group(NKIObject):
 
 def transposed_groups(features: int, tokens: int, token_group: int, banks: int) -> list[Group]:
     """Groups of at most `banks` PSUM tiles that cover [features, tokens], token group first."""
-    found: list[Group] = []
+    groups: list[Group] = []
     for columns in spans(0, tokens, token_group):
         step = max(1, banks // tiles_in(columns.size, BANK_COLUMNS)) * PARTITIONS
         for rows in spans(0, features, step):
-            found.append(Group(rows, columns))
-    return found
+            groups.append(Group(rows, columns))
+    return groups
 
 
 def natural_groups(tokens: int, features: int, token_tiles: int, banks: int) -> list[Group]:
     """Groups of at most `banks` PSUM tiles that cover [tokens, features], `token_tiles` first."""
-    found: list[Group] = []
+    groups: list[Group] = []
     for rows in spans(0, tokens, token_tiles * PARTITIONS):
         step = max(1, banks // tiles_in(rows.size, PARTITIONS)) * BANK_COLUMNS
         for columns in spans(0, features, step):
-            found.append(Group(rows, columns))
-    return found
+            groups.append(Group(rows, columns))
+    return groups
 
 
 class KPart(NKIObject):
@@ -89,22 +89,22 @@ def chunk_parts(size: int, group: int) -> list[KPart]:
     Where a `group` of 128 rows shares scales, a partition's rows are of one group, and even: two
     are in a byte.
     """
-    found: list[KPart] = []
+    parts: list[KPart] = []
     if group == 0:
         tiles = size // PARTITIONS
         if tiles > 0:
-            found.append(KPart(0, PARTITIONS, tiles))
+            parts.append(KPart(0, PARTITIONS, tiles))
         if size > tiles * PARTITIONS:
-            found.append(KPart(tiles * PARTITIONS, size - tiles * PARTITIONS, 1))
-        return found
+            parts.append(KPart(tiles * PARTITIONS, size - tiles * PARTITIONS, 1))
+        return parts
     start = 0
     for tiles in GROUP_TILES:
         for _ in range((size - start) // (tiles * PARTITIONS)):
-            found.append(KPart(start, PARTITIONS, tiles))
+            parts.append(KPart(start, PARTITIONS, tiles))
             start += tiles * PARTITIONS
     if start < size:
-        found.append(KPart(start, (size - start) // 2, 2))
-    return found
+        parts.append(KPart(start, (size - start) // 2, 2))
+    return parts
 
 
 def core_span(size: int, core: int, cores: int, group: int = 0) -> Span:

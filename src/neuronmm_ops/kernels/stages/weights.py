@@ -106,12 +106,12 @@ class DecodeWeight(nl.NKIObject):
         """
         k, tiles, _ = tile_hbm.shape
         own = nl.ds(columns.start, columns.size)
-        found: list[NkiTensor] = []
+        tiles_sb: list[NkiTensor] = []
         if by_dma > 0:
             cast_sb = nl.ndarray((k, by_dma, columns.size), dtype=self.dtype)
             nisa.dma_copy(cast_sb, tile_hbm[:, 0:by_dma, own], dge_mode=nisa.dge_mode.none)
             for j in range(by_dma):
-                found.append(cast_sb[:, j, :])
+                tiles_sb.append(cast_sb[:, j, :])
         if by_dma < tiles:
             tile_sb = nl.ndarray((k, tiles - by_dma, columns.size), dtype=self.hbm.dtype)
             nisa.dma_copy(tile_sb, tile_hbm[:, by_dma:tiles, own], dge_mode=nisa.dge_mode.none)
@@ -119,10 +119,10 @@ class DecodeWeight(nl.NKIObject):
                 j_sb = tile_sb[:, j, :]
                 if self.group > 0:
                     for shift in (0, 4):
-                        found.append(self.halves.numbers(j_sb, shift))
+                        tiles_sb.append(self.halves.numbers(j_sb, shift))
                 else:
-                    found.append(cast(j_sb, self.dtype) if self.casts else j_sb)
-        return found
+                    tiles_sb.append(cast(j_sb, self.dtype) if self.casts else j_sb)
+        return tiles_sb
 
 
 def check_one_dtype(weights: list[DecodeWeight]) -> None:

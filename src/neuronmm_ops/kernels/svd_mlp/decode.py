@@ -251,12 +251,12 @@ def gated_turned(
         acts.append(acts_sb)
     up = TurnedSums(vs[1], tiles, M)
     contract_turned(low[1], up, loads, True, False)
-    found: list[Turned] = []
+    hidden: list[Turned] = []
     for i in range(len(tiles)):
         h_sb = nl.ndarray((tiles[i].rows, tiles[i].count, M), dtype=vs[1].dtype)
         factors_sb = up.factors(i)
         if not is_none(factors_sb):
             nisa.tensor_tensor(acts[i], acts[i], factors_sb, nl.multiply)
         nisa.tensor_tensor(h_sb, up.psum(tiles[i]), acts[i], nl.multiply)
-        found.append(Turned(tiles[i].start, h_sb))
-    return found
+        hidden.append(Turned(tiles[i].start, h_sb))
+    return hidden

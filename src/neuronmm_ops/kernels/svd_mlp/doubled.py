@@ -45,16 +45,16 @@ def gated_rounded(
     """
     activation, block, spill = arguments
     size = factors[0].width
-    found: list[Rounded] = []
+    hidden_rows: list[Rounded] = []
     for c in range(len(gates)):
         first = c * spill * HIDDEN_TILES * DOUBLED_TOKENS
         hidden = Hidden(dtype, scratch_hbm, size, gates[c].width, spill, 0, first)
-        found.append(Rounded(shared, hidden, ups[c], 1, SQUARES))
+        hidden_rows.append(Rounded(shared, hidden, ups[c], 1, SQUARES))
     inverses_sb: Tiles = []
     made: list[list[Any]] = []
     for b in spans(0, size, block):
         gate, up = factors[0].paired(b), factors[1].paired(b)
-        for c in range(len(found)):
+        for c in range(len(hidden_rows)):
             if c == len(inverses_sb):
                 gates[c].finish()
                 ups[c].finish()
@@ -80,12 +80,12 @@ def gated_rounded(
                 made = []
                 up_psum = accumulate(up, ups[c], group, TAIL_TILES, shared)
                 for i in range(len(up_psum)):
-                    slot_sb = found[c].source.slot(first + i)
+                    slot_sb = hidden_rows[c].source.slot(first + i)
                     nisa.tensor_tensor(slot_sb, up_psum[i][0], acts_sb[i], nl.multiply)
-                    found[c].source.store(first + i)
-                    made.append([found[c], first + i, slot_sb])
+                    hidden_rows[c].source.store(first + i)
+                    made.append([hidden_rows[c], first + i, slot_sb])
     add_squares(made)
-    return found
+    return hidden_rows
 
 
 def add_squares(made: list[list[Any]]) -> None:

@@ -79,7 +79,7 @@ def prefill(problem: Problem) -> list[Knobs]:
         kept_axis,
         resident,
     ]
-    found = [Knobs("svd_mlp", narrower(starts), axes)]
+    forms = [Knobs("svd_mlp", narrower(starts), axes)]
     if doubled := doubled_layout(problem):
         u_blocks = axis("u_block", doubled_widths(side, 2))
         v_blocks = axis("v_block", doubled_widths(problem.inner))
@@ -87,8 +87,8 @@ def prefill(problem: Problem) -> list[Knobs]:
         blocks = {**u_blocks[0], **v_blocks[0], **down_blocks[0], **out_blocks[0]}
         starts = [{**each, **doubled, **blocks, "tokens": DOUBLED_TOKENS} for each in starts[:-1]]
         axes = [hidden, v_blocks, u_blocks, down_blocks, out_blocks]
-        found.append(Knobs("svd_mlp", narrower(starts), axes, gain=DOUBLED_GAIN))
-    return found
+        forms.append(Knobs("svd_mlp", narrower(starts), axes, gain=DOUBLED_GAIN))
+    return forms
 
 
 def _sides(rank: int) -> list[int]:

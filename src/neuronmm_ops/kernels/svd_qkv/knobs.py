@@ -66,11 +66,11 @@ def prefill(problem: Problem) -> list[Knobs]:
         pairs_of(token_axis, [{**u_blocks[-1], **v_blocks[-1]}]),
     ]
     starts = narrower([start, {**start, "resident": 0}])
-    found = [Knobs("svd_qkv", starts, axes, partial(fits_groups, problem))]
+    forms = [Knobs("svd_qkv", starts, axes, partial(fits_groups, problem))]
     if doubled := doubled_layout(problem):
         u_blocks = axis("u_block", doubled_widths(max(problem.ranks)))
         tokens = min(DOUBLED_TOKENS, problem.core_tokens[0])
         start = {**start, **doubled, **u_blocks[0], "tokens": tokens}
         axes = [token_axis, u_blocks, v_blocks, axis("token_tiles", (1, 2))]
-        found.append(Knobs("svd_qkv", narrower([start]), axes, gain=DOUBLED_GAIN))
-    return found
+        forms.append(Knobs("svd_qkv", narrower([start]), axes, gain=DOUBLED_GAIN))
+    return forms

@@ -93,7 +93,7 @@ def prefill(problem: Problem) -> list[Knobs]:
     starts = narrower(
         [start, {**start, "resident": 0}, *[{**start, **half} for half in halves[-1:]]]
     )
-    found = [Knobs("xuv", starts, axes, allows)]
+    forms = [Knobs("xuv", starts, axes, allows)]
     if doubled := doubled_layout(problem):
         start = {
             **start,
@@ -108,5 +108,5 @@ def prefill(problem: Problem) -> list[Knobs]:
             v_blocks,
             axis("token_tiles", (1, 2)),
         ]
-        found.append(Knobs("xuv", narrower([start]), axes, gain=DOUBLED_GAIN))
-    return found
+        forms.append(Knobs("xuv", narrower([start]), axes, gain=DOUBLED_GAIN))
+    return forms

@@ -54,9 +54,9 @@ def prefill(problem: Problem) -> list[Knobs]:
     sizes = pairs_of(token_axis, blocks)
     sizes = [*sizes, *pairs_of(sizes, axis("token_tiles", (4,)))]
     axes = [pairs_of(token_axis, token_tiles), sizes, ways, resident]
-    found = [Knobs("xw", narrower([start, {**start, "resident": 0}]), axes, allows)]
+    forms = [Knobs("xw", narrower([start, {**start, "resident": 0}]), axes, allows)]
     if doubled := doubled_layout(problem):
         start = {**start, **doubled, "token_tiles": 1}
         axes = [token_axis, blocks, axis("token_tiles", (1, 2))]
-        found.append(Knobs("xw", narrower([start]), axes, gain=DOUBLED_GAIN))
-    return found
+        forms.append(Knobs("xw", narrower([start]), axes, gain=DOUBLED_GAIN))
+    return forms

@@ -80,17 +80,17 @@ def core() -> Core:
 
 
 @cache
-def _core(found: DetectedTarget, lnc: str | None) -> Core:
-    target, default = found.machine.target, found.machine.default_lnc
+def _core(detected: DetectedTarget, lnc: str | None) -> Core:
+    target, default = detected.machine.target, detected.machine.default_lnc
     if not lnc:
-        source = f"target: {found.source}; lnc: default of {target}"
-        return Core(target, default, source, found.known)
+        source = f"target: {detected.source}; lnc: default of {target}"
+        return Core(target, default, source, detected.known)
     if lnc not in ("1", "2") or int(lnc) > default:
         raise ValueError(
             f"{LNC_VARIABLE} must be 1, or 2 on trn2 and trn3; got {lnc!r} on {target} "
-            f"({found.source})"
+            f"({detected.source})"
         )
-    return Core(target, int(lnc), f"target: {found.source}; lnc: {LNC_VARIABLE}", found.known)
+    return Core(target, int(lnc), f"target: {detected.source}; lnc: {LNC_VARIABLE}", detected.known)
 
 
 # --- the packages --------------------------------------------------------------------------------
@@ -163,8 +163,8 @@ def why_not_compilable() -> str | None:
 
 def _line(version: str) -> tuple[int, int]:
     """(0, 7) of 0.7.0; (0, 0) of what is no version."""
-    found = re.match(r"(\d+)(?:\.(\d+))?", version)
-    return (int(found[1]), int(found[2] or 0)) if found else (0, 0)
+    match = re.match(r"(\d+)(?:\.(\d+))?", version)
+    return (int(match[1]), int(match[2] or 0)) if match else (0, 0)
 
 
 def nki_bridge() -> str | None:
@@ -220,9 +220,9 @@ def wrapper(name: str) -> Callable[..., Any] | None:
     package = neuron_package()
     for module in () if package is None else WRAPPER_MODULES[package]:
         if is_installed(module):
-            found = getattr(importlib.import_module(module), name, None)
-            if found is not None:
-                return found
+            member = getattr(importlib.import_module(module), name, None)
+            if member is not None:
+                return member
     return None
 
 

@@ -72,7 +72,7 @@ def layers_of(
     count, pairs = len(caches) // 2, 2 * len(LINEARS)
     biased = list(biases) or [None] * (3 * count)
     scaled = list(scales) or [None] * (pairs * count)
-    found: list[LayerOperands] = []
+    layers: list[LayerOperands] = []
     for number in range(count):
         linears: dict[str, LinearOperands] = {}
         for n, name in enumerate(LINEARS):
@@ -88,8 +88,8 @@ def layers_of(
             linears[name] = LinearOperands(name, u, v, u_scale, v_scale, bias)
         own_norms = norms[4 * number : 4 * number + 4]
         keys, values = caches[2 * number : 2 * number + 2]
-        found.append(LayerOperands(own_norms, keys, values, linears))
-    return found
+        layers.append(LayerOperands(own_norms, keys, values, linears))
+    return layers
 
 
 def reference(

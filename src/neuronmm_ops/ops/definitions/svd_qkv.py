@@ -60,14 +60,14 @@ def backward(
     grad: Tensor, needs: Sequence[bool], x: Tensor, *factors: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Return dx and the gradients of the six factors."""
-    dx, found = None, list[Tensor | None]()
+    dx, gradients = None, list[Tensor | None]()
     grads = grad.split([v.shape[1] for v in factors[1::2]], dim=1)
     for n, (own, u, v) in enumerate(zip(grads, factors[::2], factors[1::2], strict=True)):
         own_needs = (needs[0], *needs[2 * n + 1 : 2 * n + 3])
         dx_own, du, dv = pair_backward(own, own_needs, x, u, v)
         dx = dx_own if dx is None or dx_own is None else dx + dx_own
-        found += [du, dv]
-    return dx, *found
+        gradients += [du, dv]
+    return dx, *gradients
 
 
 SPEC = OpSpec(
