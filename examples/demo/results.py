@@ -42,7 +42,7 @@ class Results:
 
     dense_ppl: float
     dense_sample: str
-    """What the model wrote after `prompt`; likewise in each point."""
+    """What the dense model wrote after `prompt`; each point has its own."""
     rivals: tuple[Rival, ...]
     prompt: str
     block: int

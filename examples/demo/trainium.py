@@ -46,9 +46,9 @@ class MlpTimes:
         layers: how many there are.
         tokens: rows of x; 1 is decode.
         dense_ms: at each of `estimate.ends.ENDS`.
-        low_rank_ms: likewise.
+        low_rank_ms: as dense_ms.
         dense_bytes: HBM traffic.
-        low_rank_bytes: likewise.
+        low_rank_bytes: as dense_bytes.
         bound: by what the compressed one is bound.
     """
 

@@ -330,7 +330,7 @@ def dumped(document: dict[str, Any]) -> str:
 
 
 def _lines(value: Any) -> str:
-    """A list with an entry a line, or an object with a field a line and its lists likewise."""
+    """A list with an entry a line; an object with a field a line, its lists as lists."""
     if isinstance(value, list):
         return "[\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n]"
     fields = [f"{json.dumps(key)}: {_field(entry)}" for key, entry in value.items()]

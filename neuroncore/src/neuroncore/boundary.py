@@ -163,9 +163,9 @@ class Boundary:
         return _torch_tensor(values) if self.framework else values
 
 
-def _like(given: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
+def _like(like: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
     """Items in a tuple, named tuple or list of the kind given."""
-    make = getattr(given, "_make", type(given))
+    make = getattr(like, "_make", type(like))
     return make(items)
 
 

@@ -147,15 +147,13 @@ def from_numpy(dtype: npt.DTypeLike) -> DType:
     Raises:
         TypeError: if the NeuronCore has no such type (float64, int64, complex, ...).
     """
-    seen = np.dtype(dtype)
-    if seen in _OF_NUMPY:
-        return _OF_NUMPY[seen]
-    wanted = _NARROWER.get(seen.name, seen.name)
+    numpy_dtype = np.dtype(dtype)
+    if numpy_dtype in _OF_NUMPY:
+        return _OF_NUMPY[numpy_dtype]
+    wanted = _NARROWER.get(numpy_dtype.name, numpy_dtype.name)
     wanted = wanted if wanted in DTYPES else "float32"
-    raise TypeError(
-        f"the NeuronCore has no dtype {seen.str if seen.name == wanted else seen.name}: "
-        f"cast the input with .astype(np.{wanted})"
-    )
+    name = numpy_dtype.str if numpy_dtype.name == wanted else numpy_dtype.name
+    raise TypeError(f"the NeuronCore has no dtype {name}: cast the input with .astype(np.{wanted})")
 
 
 @cache

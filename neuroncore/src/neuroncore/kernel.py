@@ -150,13 +150,13 @@ def run(
     settings: RunSettings = RunSettings(),
 ) -> Simulation:
     """Run a kernel, in other orders of its cores too if asked. See `simulate`."""
-    given = copy.deepcopy((args, kwargs)) if settings.schedules else ((), {})  # it may change them
+    inputs = copy.deepcopy((args, kwargs)) if settings.schedules else ((), {})  # it may change them
     simulation = _run(kernel, args, kwargs, settings)
     for observe in observers:
         observe(simulation.profile)
     for order in range(settings.schedules):
         try:
-            other = _run(kernel, *copy.deepcopy(given), settings, order)
+            other = _run(kernel, *copy.deepcopy(inputs), settings, order)
         except NkiValidationError as error:
             raise NkiValidationError(
                 f"a race: one core after the other it ends, but not in order {order}: {error}"

@@ -87,8 +87,8 @@ def assert_kernel(
         raise TypeError(f"args must be a tuple or a dict of arguments; got {type(args).__name__}")
     kernel = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
     signature = inspect.signature(kernel.func)
-    given = signature.bind(**args) if isinstance(args, Mapping) else signature.bind(*args)
-    named = args if isinstance(args, Mapping) else given.arguments
+    bound = signature.bind(**args) if isinstance(args, Mapping) else signature.bind(*args)
+    named = args if isinstance(args, Mapping) else bound.arguments
     expected = None
     if reference is not None:
         expected = expected_of(reference, getattr(reference, "__name__", "reference"), {**named})
@@ -100,7 +100,7 @@ def assert_kernel(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", NkiWarning)
             try:
-                own = copy.deepcopy((given.args, given.kwargs))  # a kernel may write its inputs
+                own = copy.deepcopy((bound.args, bound.kwargs))  # a kernel may write its inputs
                 done = run(kernel, *own, RunSettings(target=target))
             except NkiValidationError as error:
                 problems.append(f"{name}: rule {of_message(str(error)).rule}: {error}")

@@ -137,9 +137,9 @@ def compared_plans(
 
     Args:
         plans: one after the other.
-        dense: likewise.
+        dense: those of the dense matrices.
         links_ms: what ranks exchange beside them.
-        dense_links_ms: likewise.
+        dense_links_ms: what ranks of the dense model exchange.
     """
     times = [sum(each) + links_ms for each in zip(*[p.times_ms for p in plans], strict=True)]
     over = [sum(each) + dense_links_ms for each in zip(*[d.times_ms for d in dense], strict=True)]

@@ -79,8 +79,8 @@ class Losses(NamedTuple):
         ranks: int64, at which pairs were measured.
         factors: `[1 + len(ranks)]`, nats of divergence for one unit of the method's metric: of the
             dense matrix rounded, then of a pair of each rank.
-        rounding: `[len(STORAGES), 1 + len(ranks)]`, what rounding adds, likewise, in that unit;
-            infinite where a storage cannot hold the matrix.
+        rounding: `[len(STORAGES), 1 + len(ranks)]`, what rounding adds for each of these, in
+            that unit; infinite where a storage cannot hold the matrix.
     """
 
     ranks: Tensor

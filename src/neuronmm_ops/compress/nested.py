@@ -19,7 +19,7 @@ class Nested(NamedTuple):
 
     Attributes:
         u: `[K, R]`; None where another worker holds the factors.
-        v: `[R, N]`; None likewise.
+        v: `[R, N]`; None where u is.
         spectrum: `[min(K, N)]`, fp64, per calibration token unless the method is `plain`.
         scores: `[min(K, N)]`, fp64, of `zero-sum` only.
     """

@@ -138,9 +138,9 @@ def _compress(
     matrices = matrices_of(config, linears, nested, weights, dtypes)
     if config.is_mixed and linears:
         measured = _measure_losses(source, task, gradients)
-        chosen = choose(config, matrices, dtypes, measured)
-        stored = stored | {n: c.storage for n, c in chosen.items() if c.storage}
-        ranks = limits | {name: choice.rank for name, choice in chosen.items()}
+        choices = choose(config, matrices, dtypes, measured)
+        stored = stored | {n: c.storage for n, c in choices.items() if c.storage}
+        ranks = limits | {name: choice.rank for name, choice in choices.items()}
     else:
         ranks = limits | allocate(config, matrices, dtypes)
     bought = _without_dense(ranks)

@@ -52,7 +52,7 @@ class Quantized(NamedTuple):
         u: `[K, r]`.
         v: `[r, N]`.
         u_scale: `[r]`, float32, positive, exact in bfloat16; also what v's rows were divided by.
-        v_scale: `[N]`, likewise. Tensors and scales have the shapes of `storages.pair_shapes`.
+        v_scale: `[N]`, as u_scale. Tensors and scales have the shapes of `storages.pair_shapes`.
     """
 
     u: Tensor

@@ -74,11 +74,11 @@ class SideBySide:
         moment, cross = SecondMoment("input", zeros), zeros.clone()
         for batch, hidden, drifted in self._paths():
             clean = self._rows(self.dense, batch, hidden, name)
-            seen = self._rows(self.compressed, batch, drifted, name)
-            if len(clean) != len(seen):
+            compressed = self._rows(self.compressed, batch, drifted, name)
+            if len(clean) != len(compressed):
                 raise ValueError(self._refusal(name))
-            moment.add(seen.t() @ seen, len(seen))
-            cross += clean.t() @ seen
+            moment.add(compressed.t() @ compressed, len(compressed))
+            cross += clean.t() @ compressed
         moment.tokens = sum(workers.gather(moment.tokens))
         workers.sum_(moment.matrix, cross)
         return moment, cross
@@ -88,8 +88,8 @@ class SideBySide:
         for batch, hidden, drifted in self._paths():
             with fast_products(self.dense):
                 dense = self._stack.run(self._index, batch, hidden)
-                seen = self._stack.run(self._index, batch, drifted, self.compressed)
-            yield dense, seen
+                after_drift = self._stack.run(self._index, batch, drifted, self.compressed)
+            yield dense, after_drift
 
     def _rows(self, layer: nn.Module, batch: Batch, hidden: Tensor, name: str) -> Tensor:
         inputs = self._inputs(layer, batch, hidden, [name])

@@ -41,10 +41,10 @@ def operands(problem: Problem) -> tuple[Any, ...]:
     """
     generator, dtype = torch.Generator().manual_seed(problem.K), getattr(torch, problem.dtype)
 
-    def normal(given: Any) -> Any:
-        if given is None or isinstance(given, TensorSpec):
-            return given and torch.randn(given.shape, generator=generator).to(dtype)
-        return tuple([normal(each) for each in given])
+    def normal(value: Any) -> Any:
+        if value is None or isinstance(value, TensorSpec):
+            return value and torch.randn(value.shape, generator=generator).to(dtype)
+        return tuple([normal(each) for each in value])
 
     x, residual, cos, _, _, norms, caches, *_ = specs_of(problem)
     angles, storage = normal(cos).float(), problem.storage
@@ -79,12 +79,12 @@ def _reference(problem: Problem, tensors: tuple[Any, ...], wider: torch.dtype | 
     """What the op returns, and its caches; its floats in another dtype where one is given."""
     dtype = getattr(torch, problem.dtype)
 
-    def cast(given: Any) -> Any:
-        if isinstance(given, tuple):
-            return [cast(each) for each in given]
-        if given is None or given.dtype != dtype:
-            return given
-        return given.to(wider or dtype, copy=True)
+    def cast(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return [cast(each) for each in value]
+        if value is None or value.dtype != dtype:
+            return value
+        return value.to(wider or dtype, copy=True)
 
     spec, given = SPECS[OP], [cast(each) for each in tensors]
     caches = given[6]

@@ -133,8 +133,8 @@ def _read(path: Path) -> Record:
 
 
 def _row(row: dict[str, Any]) -> Finding:
-    given = row.pop("prediction")
-    prediction = None if given is None else Prediction(**given)
+    fields = row.pop("prediction")
+    prediction = None if fields is None else Prediction(**fields)
     numbers = [row[key] for key in ("time_us", "error_ratio") if row[key] is not None]
     if prediction is not None:
         numbers += [prediction.time_us, *prediction.range_us]

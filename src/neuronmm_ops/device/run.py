@@ -213,8 +213,12 @@ def measure_kernel(runner: Runner, case: KernelCase, prediction: Prediction) -> 
     spec = SPECS[problem.op]
     kernel = OpKernel(problem.op, prediction.kernel, problem.lnc)
     choices = zip(spec.options, spec.defaults, strict=True)
-    given = {name: value for name, value in choices if name not in PLANNED}
-    arguments = {**(prediction.arguments or {}), **given, "fingerprint": source_fingerprint()}
+    choices_of_op = {name: value for name, value in choices if name not in PLANNED}
+    arguments = {
+        **(prediction.arguments or {}),
+        **choices_of_op,
+        "fingerprint": source_fingerprint(),
+    }
     if problem.op == layer.OP:
         tensors = layer.operands(problem)
         sample = runner.run(kernel, tensors, arguments)

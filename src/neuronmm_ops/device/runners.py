@@ -105,8 +105,8 @@ class SimulatedDevice:
         """Simulate an op, `layered`."""
         times_ms: list[float] = []
 
-        def call(given: Tensors) -> Tensor:
-            result = call_op(op, given)
+        def call(tensors: Tensors) -> Tensor:
+            result = call_op(op, tensors)
             times_ms.append(last_profile().time_ms)
             return result
 
@@ -153,13 +153,13 @@ class NeuronDevice:
     def run(self, kernel: Launchable, tensors: Tensors, arguments: Mapping[str, Any]) -> Sample:
         """Launch a kernel many times. Raises what NKI, the compiler or the runtime raises."""
         call = neuron.on_cores(kernel.kernel, kernel.name, kernel.lnc)
-        return self._timed(lambda *given: call(*given, **arguments), tensors)
+        return self._timed(lambda *operands: call(*operands, **arguments), tensors)
 
     def chain(self, op: str, tensors: Tensors, layers: int) -> Sample:
         """Run a graph of an op, `layered`."""
 
-        def graph(*given: Tensor | None) -> Tensor:
-            return layered(lambda tensors: call_op(op, tensors), given, layers)
+        def graph(*operands: Tensor | None) -> Tensor:
+            return layered(lambda tensors: call_op(op, tensors), operands, layers)
 
         if self.name == "neuron":
             return self._timed(torch.compile(graph, backend="neuron", dynamic=False), tensors)
@@ -188,10 +188,10 @@ class NeuronDevice:
     def _timed(self, call: Callable[..., Any], tensors: Tensors) -> Sample:
         """The results of a call on the device, and the time from one call to the next."""
         neuron.call_mode()  # imports what brings the device
-        given = tree_map_only(Tensor, lambda tensor: tensor.to(self._device), tensors)
+        on_device = tree_map_only(Tensor, lambda tensor: tensor.to(self._device), tensors)
 
         def launch() -> tuple[Tensor, ...]:
-            results = _all(call(*given))
+            results = _all(call(*on_device))
             self._step()
             return results
 

@@ -29,14 +29,14 @@ def operands(problem: Problem) -> Tensors:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    given: dict[str, Tensor] = {"x": normal(problem.M, problem.K).to(dtype)}
+    by_name: dict[str, Tensor] = {"x": normal(problem.M, problem.K).to(dtype)}
     for place, shape in zip(spec.factors, problem.matrices, strict=True):
         name, matrix = spec.operands[place].name, normal(*shape) * shape[0] ** -0.5
         if problem.storage is None:
-            given[name] = matrix.to(dtype)
+            by_name[name] = matrix.to(dtype)
         else:
-            given[name], given[f"{name}_scale"] = stored(matrix, problem.storage)
-    return tuple([given.get(operand.name) for operand in spec.tensors])
+            by_name[name], by_name[f"{name}_scale"] = stored(matrix, problem.storage)
+    return tuple([by_name.get(operand.name) for operand in spec.tensors])
 
 
 def stored(matrix: Tensor, storage: WeightStorage) -> tuple[Tensor, Tensor]:
@@ -49,15 +49,15 @@ def op_error_ratio(problem: Problem, tensors: Tensors, result: Tensor, layers: i
     """`error_ratio` of an op's result [M, N], or that of so many `layered`, by the CPU's."""
     dtype = getattr(torch, problem.dtype)
     wide = tuple([t.double() if t is not None and t.dtype == dtype else t for t in tensors])
-    exact, plain = (_reference(problem.op, given, layers) for given in (wide, tensors))
+    exact, plain = (_reference(problem.op, operands, layers) for operands in (wide, tensors))
     return error_ratio(result, exact, plain)
 
 
 def _reference(op: str, tensors: Tensors, layers: int) -> Tensor:
     spec = SPECS[op]
 
-    def call(given: Tensors) -> Tensor:
-        result = spec.reference(*spec.joined(given, spec.defaults))
+    def call(tensors: Tensors) -> Tensor:
+        result = spec.reference(*spec.joined(tensors, spec.defaults))
         assert isinstance(result, Tensor), f"{op} has one result"
         return result
 

@@ -150,13 +150,13 @@ class Member(nn.Module):
             raise CheckpointError(
                 f"{name}: config.json says nothing of it, the file has {shape}; {MISMATCH}"
             )
-        expected, given = str(list(self.shapes[key])), str(shape)
+        expected, actual = str(list(self.shapes[key])), str(shape)
         if whole.shape == self.shapes[key]:
             dtypes = FLOAT_DTYPES if self.storage is None else (getattr(self, key).dtype,)
-            expected, given = " or ".join(map(name_of, dtypes)), name_of(whole.dtype)
-        if given not in expected.split(" or "):
+            expected, actual = " or ".join(map(name_of, dtypes)), name_of(whole.dtype)
+        if actual not in expected.split(" or "):
             raise CheckpointError(
-                f"{name}: config.json asks for {expected}, the file has {given}; {MISMATCH}"
+                f"{name}: config.json asks for {expected}, the file has {actual}; {MISMATCH}"
             )
         own = getattr(self, key)
         if is_rehearsal:  # without `cut`, whose copies would be counted, too
@@ -323,7 +323,7 @@ class Pair(Member):
             does not divide r.
         v: `[r, N]`, or this rank's columns of it.
         u_scale: `[r]` of u's columns, in float32, where the factors are in one byte; else None.
-        v_scale: `[N]` of v's columns, likewise.
+        v_scale: `[N]` of v's columns, as u_scale.
     """
 
     u: Tensor

@@ -32,12 +32,12 @@ def columns(
 ) -> list[Tensor]:
     """Return a rank's columns of the results of layers with one input."""
     is_gathered = any(isinstance(member, Pair) and member.place.gathers for member in members)
-    given = lows(x, members, ranks) if is_gathered else [None] * len(members)
+    inputs = lows(x, members, ranks) if is_gathered else [None] * len(members)
     return [
         member.high(low, bias)
         if isinstance(member, Pair) and low is not None
         else member.product(x, bias)
-        for member, low, bias in zip(members, given, biases, strict=True)
+        for member, low, bias in zip(members, inputs, biases, strict=True)
     ]
 
 
@@ -58,11 +58,11 @@ def middle(
         gated, raised = columns(x, (gate, up), (gate.bias, up.bias), ranks)
         inner = (ACTIVATIONS[act] if isinstance(act, str) else act)(gated) * raised
         return first(down, inner)
-    given, given_up = (x if low is None else low for low in lows(x, (gate, up), ranks))
+    x_gate, given_up = (x if low is None else low for low in lows(x, (gate, up), ranks))
     # Dense columns multiply x itself.
     (w_gate, s_gate), (w_up, s_up), (w_down, s_down) = gate.inner, up.inner, down.inner
-    both = given_up if given_up is not given else None
-    factors = (given, w_gate, w_up, w_down, both, act)
+    both = given_up if given_up is not x_gate else None
+    factors = (x_gate, w_gate, w_up, w_down, both, act)
     return gate.run("mlp", *factors, s_gate, s_up, s_down, gate.compute)
 
 

@@ -186,11 +186,11 @@ def _check(options: Options) -> None:
 
 def _check_own(model: str, options: Options) -> None:
     names = ("ratio", "targets", "storage", "storage_dense", "storage_lm_head")
-    given = [name.replace("_", "-") for name in names if getattr(options, name) is not None]
-    if given:
+    options_given = [name.replace("_", "-") for name in names if getattr(options, name) is not None]
+    if options_given:
         raise ValueError(
             f"{model} is a compressed checkpoint and has ranks and storages of its own; leave out "
-            f"{', '.join(given)}, or give its config.json to model other ones of its sizes"
+            f"{', '.join(options_given)}, or give its config.json to model other ones of its sizes"
         )
 
 

@@ -94,7 +94,7 @@ class NeuronMMQuantizer(HfQuantizer):
         model.is_quantized = False  # pyright: ignore  (not declared)
         return model
 
-    def get_state_dict_and_metadata(  # pyright: ignore  (likewise)
+    def get_state_dict_and_metadata(  # pyright: ignore  (the base's stub returns None)
         self, model: PreTrainedModel
     ) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """Put a model together that ranks have divided, on the first of them; all must call."""
@@ -105,7 +105,7 @@ class NeuronMMQuantizer(HfQuantizer):
         return True
 
     @property
-    def is_trainable(self) -> bool:  # pyright: ignore  (likewise)
+    def is_trainable(self) -> bool:  # pyright: ignore  (the base's stub returns None)
         """Say that training works: of the factors, or of adapters beside those in one byte."""
         return True
 

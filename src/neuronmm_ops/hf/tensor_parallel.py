@@ -150,7 +150,7 @@ class _HeadsOfPair(ShardedLinear):
 
 
 class _HeadsOfStored(ShardedStored):
-    """Dense keys or values in a storage, likewise."""
+    """Dense keys or values in a storage, of which several ranks share a head."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[..., K]` to this rank's head `[..., N / kv_heads]`."""
@@ -165,14 +165,14 @@ _HEADS_OF: dict[type[nn.Module], type[Divided]] = {
 
 
 class _HeadsOfLinear(nn.Linear):
-    """Dense keys or values, likewise."""
+    """Dense keys or values, of which several ranks share a head."""
 
     mesh: DeviceMesh
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (nn.Linear's name)
         """Map x `[..., K]` to this rank's head `[..., N / kv_heads]`."""
-        given = DTensor.from_local(input, self.mesh, [Replicate()], run_check=False)
-        local = given.to_local(grad_placements=[Partial()])
+        replicated = DTensor.from_local(input, self.mesh, [Replicate()], run_check=False)
+        local = replicated.to_local(grad_placements=[Partial()])
         return nn.functional.linear(local, own(self.weight), own(self.bias))
 
 

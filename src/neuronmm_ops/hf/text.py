@@ -79,5 +79,5 @@ def calibration_batches(
     count = min(samples, available)
     blocks = ids[: available * seqlen].view(available, seqlen)
     indices = torch.arange(count)
-    chosen = blocks[indices if order == "head" else indices * available // count]
-    return list(chosen.split(max(1, BATCH_TOKENS // seqlen)))
+    sample = blocks[indices if order == "head" else indices * available // count]
+    return list(sample.split(max(1, BATCH_TOKENS // seqlen)))

@@ -83,8 +83,8 @@ def train_factors(
     """Train the low-rank layers in place; where that does not help, leave them as they were.
 
     The factors are held in fp32 while they are trained, those in a storage rounded to it for every
-    product, and have the model's dtype or storage again afterwards. Of dense layers those of
-    narrowed MLPs are trained likewise, others stay as they are.
+    product, and have the model's dtype or storage again afterwards. Dense layers
+    of narrowed MLPs are trained in the same way; other dense layers stay as they are.
 
     Args:
         model: with low-rank layers, or narrowed MLPs.

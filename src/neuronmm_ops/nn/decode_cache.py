@@ -114,10 +114,10 @@ class DecodeCache:
                 "the model with attn_implementation='sdpa'"
             )
         row = mask[:, 0, -1] if mask.dim() == 4 else mask.bool()
-        seen = row if row.dtype == torch.bool else row >= 0
-        first, size = seen.int().argmax(-1), seen.shape[-1]
+        is_token = row if row.dtype == torch.bool else row >= 0
+        first, size = is_token.int().argmax(-1), is_token.shape[-1]
         end = size if self._is_full(1) else self.layer.cumulative_length
-        if has_values(seen) and bool((seen.sum(-1) != end - first).any()):
+        if has_values(is_token) and bool((is_token.sum(-1) != end - first).any()):
             raise ValueError(
                 "fused decoder layers take padding before a prompt alone, got a mask that hides "
                 "other tokens; pad on the left, or unfuse_ the model"

@@ -55,8 +55,8 @@ class DenseLinear:
         """Let the module compute `y = x @ matrix`, `[K, N]`, for a block."""
         weight = self.stored.data
         try:
-            given = matrix.to(weight).contiguous()
-            self.stored.data = given if self.is_transposed else given.t()
+            cast = matrix.to(weight).contiguous()
+            self.stored.data = cast if self.is_transposed else cast.t()
             yield
         finally:
             self.stored.data = weight

@@ -37,7 +37,7 @@ class SVDLinear(CompressedLinear):
         u: `[K, r]`.
         v: `[r, N]`.
         u_scale: `[r]` in float32 where the factors have a storage, else None.
-        v_scale: `[N]` likewise.
+        v_scale: `[N]`, as u_scale.
         storage: of the factors, or None.
         bias: `[N]` or None.
         weight: `[0]`, a placeholder.
@@ -102,7 +102,7 @@ class SVDLinear(CompressedLinear):
 
         Args:
             u: of a float dtype, or float8_e4m3fn within +-240, or int8 within +-127.
-            v: likewise; one-byte factors have one dtype.
+            v: as u; one-byte factors have one dtype.
             bias: or None.
             u_scale: `[r]` in float32, of one-byte factors only.
             v_scale: `[N]` in float32, of one-byte factors only.

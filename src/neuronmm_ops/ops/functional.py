@@ -79,7 +79,7 @@ def xuv(
         v: `[r, N]`, dtype and device of u.
         bias: `[N]`, dtype of x, or None.
         u_scale: `[r]`, fp32, with factors of one byte; for others None.
-        v_scale: `[N]`, likewise.
+        v_scale: `[N]`, as u_scale.
         compute: `x`, or `fp8`: with factors in fp8 the activations may be rounded to fp8, too,
             each token scaled by a power of two (NeuronCores from trn2 on do in prefill).
 
@@ -303,8 +303,8 @@ def attention(
         cos: of RoPE, `[B, M, head_dim]`, dtype of query.
         sin: as `cos`.
         key_cache: `[B, kv_heads, head_dim, T]`, keys after RoPE, finite; changed in place.
-        value_cache: `[B, kv_heads, T, head_dim]`, likewise. A NeuronCore keeps T + M tokens of a
-            head in SBUF: about 32,000 of 128 features in 16 bits.
+        value_cache: `[B, kv_heads, T, head_dim]`, values; as key_cache. A NeuronCore keeps
+            T + M tokens of a head in SBUF: about 32,000 of 128 features in 16 bits.
         positions: int32 `[B]`, where the first token of each sequence's chunk is written: tokens
             of the cache before it are seen.
         query_norm: `[head_dim]`, of an RMSNorm of query heads before RoPE; None for none.

@@ -169,8 +169,8 @@ class LayersSpec(OpSpec):
         ]
         missing = [[each is None for each in own] for own in layers]
         alike = [own for own, gaps in zip(layers, missing, strict=True) if gaps == missing[0]]
-        given = zip(self._own, zip(*alike, strict=True), strict=True)
-        return [(operand, list(own)) for operand, own in given if own[0] is not None]
+        operands = zip(self._own, zip(*alike, strict=True), strict=True)
+        return [(operand, list(own)) for operand, own in operands if own[0] is not None]
 
     @property
     def _own(self) -> tuple[Operand, ...]:

@@ -59,10 +59,10 @@ def _fake(spec: OpSpec) -> Callable[..., Results]:
     """The op on tensors without values: its checks, and the shapes of its results."""
 
     def fake(*args: Any) -> Results:
-        given = spec.complete(args, {})
-        own = spec.of(given)
-        own.check(*given)
-        shapes = own.result_shapes(own.split(given)[0])
+        arguments = spec.complete(args, {})
+        own = spec.of(arguments)
+        own.check(*arguments)
+        shapes = own.result_shapes(own.split(arguments)[0])
         return spec.returned([args[0].new_empty(shape) for shape in shapes])
 
     return fake
@@ -145,10 +145,10 @@ def _functions(spec: OpSpec) -> tuple[Any, Any]:
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
-        saved, given = ctx.saved_tensors, list[Any](grads)
+        saved, all_grads = ctx.saved_tensors, list[Any](grads)
         for n, grad in enumerate(grads):
-            given[n] = zeros(saved)[n] if grad is None else grad
-        return gradients(saved, ctx.options, given, ctx.needs_input_grad)
+            all_grads[n] = zeros(saved)[n] if grad is None else grad
+        return gradients(saved, ctx.options, all_grads, ctx.needs_input_grad)
 
     def jvp(ctx: Any, *tangents: Any) -> Results:
         """The gradients are linear in the result's: the tangent is the transpose of that map."""
@@ -166,16 +166,17 @@ def _functions(spec: OpSpec) -> tuple[Any, Any]:
         """Batches of activations are leading dimensions; of weights, a call each."""
         size, batched = info.batch_size, [n for n, dim in enumerate(in_dims) if dim is not None]
         of_results = 0 if len(spec.outputs) == 1 else (0,) * len(spec.outputs)
-        given = list(args)
+        arguments = list(args)
         for n in batched:
-            given[n] = args[n].movedim(in_dims[n], 0)
+            arguments[n] = args[n].movedim(in_dims[n], 0)
         if set(batched) <= set(spec.activations):
             for n in spec.activations:
-                if n not in batched and given[n] is not None:
-                    given[n] = given[n].expand(size, *given[n].shape)
-            return transformed.apply(*given), of_results
+                if n not in batched and arguments[n] is not None:
+                    arguments[n] = arguments[n].expand(size, *arguments[n].shape)
+            return transformed.apply(*arguments), of_results
         calls = [
-            [each[i] if n in batched else each for n, each in enumerate(given)] for i in range(size)
+            [each[i] if n in batched else each for n, each in enumerate(arguments)]
+            for i in range(size)
         ]
         results = [transformed.apply(*call) for call in calls]
         if len(spec.outputs) == 1:
@@ -225,16 +226,18 @@ def _gradients(spec: OpSpec) -> Callable[..., tuple[Tensor | None, ...]]:
     def gradients(
         saved: Sequence[Any], options: Options, grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
-        given: list[Any] = [None] * count
+        operands: list[Any] = [None] * count
         for place, tensor in zip((*spec.activations, *spec.weights), saved, strict=False):
-            given[place] = tensor
-        x, integers = given[0], saved[activations + weights :][: len(spec.integers)]
+            operands[place] = tensor
+        x, integers = operands[0], saved[activations + weights :][: len(spec.integers)]
         scales = saved[activations + weights + len(integers) :]
         for place, scale in zip(spec.factors, scales, strict=False):
-            given[place] = _dequantized(given[place], scale, x.dtype)
+            operands[place] = _dequantized(operands[place], scale, x.dtype)
         grad_rows = [rows(grad) for grad in grads]
         values = [
-            given[place] if given[place] is None or place in spec.weights else rows(given[place])
+            operands[place]
+            if operands[place] is None or place in spec.weights
+            else rows(operands[place])
             for place in places
         ]
         grad = grad_rows[0] if len(grad_rows) == 1 else tuple(grad_rows)
@@ -242,12 +245,12 @@ def _gradients(spec: OpSpec) -> Callable[..., tuple[Tensor | None, ...]]:
         result: list[Tensor | None] = [None] * len(needs)
         for place, own in zip(places, of_tensors, strict=True):
             if own is not None and place in spec.activations:
-                result[place] = own.view(given[place].shape)
+                result[place] = own.view(operands[place].shape)
             else:
                 result[place] = own
         of_sizes = grad_rows  # not split in one: of a DTensor cut there, that would gather
         if biases and len(sizes) > 1:
-            widths = iter(spec.widths(given))
+            widths = iter(spec.widths(operands))
             parts = [
                 (one, [next(widths) for _ in names])
                 for one, names in zip(grad_rows, spec.sides, strict=True)
@@ -292,11 +295,11 @@ def _autocast(spec: OpSpec, key: str) -> Callable[..., Results]:
         dtype, count = torch.get_autocast_dtype(device_type), len(spec.operands)
         with torch._C._ExcludeDispatchKeyGuard(exclude):
             # factors in one byte and scales stay as they are, and so does what is changed in place
-            given = [
+            operands = [
                 argument if place in spec.states else cast(argument, dtype)
                 for place, argument in enumerate(args[:count])
             ]
-            return op(*given, *args[count:])
+            return op(*operands, *args[count:])
 
     return autocast
 

@@ -222,8 +222,8 @@ class OpSpec:
 
     def planned(self, tensors: Sequence[Any]) -> list[tuple[Operand, list[Tensor]]]:
         """What a plan is for: each operand that is given, of as many layers as have it."""
-        given = zip(self.operands, tensors, strict=False)
-        return [(operand, [tensor]) for operand, tensor in given if tensor is not None]
+        pairs = zip(self.operands, tensors, strict=False)
+        return [(operand, [tensor]) for operand, tensor in pairs if tensor is not None]
 
     def complete(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """All arguments of a call in the order of the schema, the default where one is missing."""
@@ -384,8 +384,8 @@ class OpSpec:
 
     def first_factor(self, tensors: Sequence[Any]) -> Tensor:
         """The first factor that is given, x where there is none."""
-        given = (tensors[place] for place in self.factors)
-        return next((factor for factor in given if factor is not None), tensors[0])
+        factors = (tensors[place] for place in self.factors)
+        return next((factor for factor in factors if factor is not None), tensors[0])
 
     def _check_dimensions(self, operand: Operand, tensor: Tensor | None) -> None:
         """Refuse other dimensions than the names, and other sizes than the numbers of a shape."""
@@ -402,9 +402,9 @@ class OpSpec:
         what = "be a matrix" if is_matrix else f"have shape [{', '.join(sizes)}]"
         raise ValueError(f"{self.name}: {operand.name} must {what}, got shape {shape}")
 
-    def _check_options(self, chosen: Options, dtype: torch.dtype) -> None:
+    def _check_options(self, options: Options, dtype: torch.dtype) -> None:
         """Refuse unknown values, and to round x to fp8 beside factors of another `dtype`."""
-        for (name, values), value in zip(self.options.items(), chosen, strict=True):
+        for (name, values), value in zip(self.options.items(), options, strict=True):
             if not isinstance(values, tuple):
                 kind = type(values)
                 if not isinstance(value, kind):
@@ -418,10 +418,10 @@ class OpSpec:
                 )
         storage = storage_of(dtype)
         computes = storage.computes if storage else COMPUTES[:1]
-        if self.is_scaled and chosen[-1] not in computes:
-            able = [each for each in STORAGES.values() if chosen[-1] in each.computes]
+        if self.is_scaled and options[-1] not in computes:
+            able = [each for each in STORAGES.values() if options[-1] in each.computes]
             raise TypeError(
-                f"{self.name}: compute={chosen[-1]!r} needs factors in {_dtypes(able)}, "
+                f"{self.name}: compute={options[-1]!r} needs factors in {_dtypes(able)}, "
                 f"got {dtype}; use compute={COMPUTES[0]!r}"
             )
 

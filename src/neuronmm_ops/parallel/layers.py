@@ -161,9 +161,9 @@ class ShardedMLP(SVDMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[..., K]`, whole on each rank or a DTensor, to y of the same kind."""
-        given = whole(x).to_local() if isinstance(x, DTensor) else x
-        fused = self._fused(given)
-        y = super().forward(given) if fused is None else fused
+        own_x = whole(x).to_local() if isinstance(x, DTensor) else x
+        fused = self._fused(own_x)
+        y = super().forward(own_x) if fused is None else fused
         if isinstance(x, DTensor):
             return DTensor.from_local(y, self.mesh, [Replicate()], run_check=False)
         return y
@@ -177,8 +177,8 @@ class ShardedMLP(SVDMLP):
             return None
         if not gate.precision == up.precision == down.precision:
             return None
-        given = gate.distributed(x)
-        h_gate, h_up = together([gate.low(given), up.low(given)])
+        distributed = gate.distributed(x)
+        h_gate, h_up = together([gate.low(distributed), up.low(distributed)])
         low = mlp(
             *(h_gate, settled(gate.v), settled(up.v), settled(down.u), h_up, self.activation),
             *(gate.v_scale, up.v_scale, down.u_scale, gate.compute),
@@ -209,16 +209,20 @@ def _is_fusible(projection: nn.Module) -> TypeGuard[ShardedLinear]:
 
 def settled(x: Tensor) -> DTensor:
     """Return a DTensor whose gradient comes with its own placement, not as sums left to add."""
-    given = cast(DTensor, x)
-    if not (given.requires_grad and torch.is_grad_enabled()):
-        return given
-    return given.redistribute(placements=given.placements)
+    distributed = cast(DTensor, x)
+    if not (distributed.requires_grad and torch.is_grad_enabled()):
+        return distributed
+    return distributed.redistribute(placements=distributed.placements)
 
 
 def placed(x: Tensor, placement: Placement) -> DTensor:
     """Return a DTensor with that placement."""
-    given = cast(DTensor, x)
-    return given if given.placements == (placement,) else given.redistribute(placements=[placement])
+    distributed = cast(DTensor, x)
+    return (
+        distributed
+        if distributed.placements == (placement,)
+        else distributed.redistribute(placements=[placement])
+    )
 
 
 def whole(x: Tensor) -> DTensor:
@@ -230,18 +234,18 @@ def whole(x: Tensor) -> DTensor:
 
 def together(tensors: list[Tensor]) -> list[DTensor]:
     """Return DTensors `[..., r]` whole, those that are cut in r gathered in one exchange."""
-    given = [cast(DTensor, tensor) for tensor in tensors]
-    last = (Shard(given[0].dim() - 1),)
-    if not all(tensor.placements == last for tensor in given):
-        return [whole(tensor) for tensor in given]
-    mesh = given[0].device_mesh
-    widths = [part_width(tensor.shape[-1], mesh.size()) for tensor in given]
-    parts = [_padded(t.to_local(), width) for t, width in zip(given, widths, strict=True)]
+    distributed = [cast(DTensor, tensor) for tensor in tensors]
+    last = (Shard(distributed[0].dim() - 1),)
+    if not all(tensor.placements == last for tensor in distributed):
+        return [whole(tensor) for tensor in distributed]
+    mesh = distributed[0].device_mesh
+    widths = [part_width(tensor.shape[-1], mesh.size()) for tensor in distributed]
+    parts = [_padded(t.to_local(), width) for t, width in zip(distributed, widths, strict=True)]
     stacked = DTensor.from_local(torch.cat(parts, -1), mesh, last, run_check=False)
     gathered = split_gathered(whole(stacked).to_local(), widths, mesh.size())
     return [
         DTensor.from_local(each[..., : tensor.shape[-1]], mesh, [Replicate()], run_check=False)
-        for each, tensor in zip(gathered, given, strict=True)
+        for each, tensor in zip(gathered, distributed, strict=True)
     ]
 
 

@@ -52,7 +52,9 @@ def pair_dims(kind: Kind, divide: Divide, storage: str | None = None) -> dict[st
 
 
 def matrix_dims(kind: Kind, storage: str | None) -> dict[str, int | None]:
-    """Return likewise of a dense layer: `w` `[K, N]`, `w_scale` `[N]`, `bias` `[N]`.
+    """Return which dimension of each tensor of a dense layer ranks divide.
+
+    Its tensors are `w` `[K, N]`, `w_scale` `[N]` and `bias` `[N]`.
 
     Raises:
         ValueError: kind is unknown.

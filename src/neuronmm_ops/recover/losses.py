@@ -32,7 +32,7 @@ class Distillation:
 
     Args:
         model: a causal LM, called with `input_ids`, `use_cache` and `output_hidden_states`.
-        dense: likewise; never trained.
+        dense: called as model; never trained.
         hidden_weight: 0 leaves the hidden states out.
     """
 

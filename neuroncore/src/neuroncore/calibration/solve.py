@@ -143,8 +143,8 @@ def _jacobian(problem: LeastSquares, values: Values) -> np.ndarray:
 
 def _without_effect(problem: LeastSquares, values: Values, i: int, spread: float) -> str:
     """Why times do not tell a constant from a much larger or smaller one; empty where they do."""
-    seen = 2 * spread
-    mute = [ratio for ratio in _MUCH if _effect(problem, values, i, ratio) < seen]
+    visible = 2 * spread
+    mute = [ratio for ratio in _MUCH if _effect(problem, values, i, ratio) < visible]
     if not mute:
         return ""
     others = [
@@ -154,7 +154,7 @@ def _without_effect(problem: LeastSquares, values: Values, i: int, spread: float
         if k != i
     ]
     most, k = max(others, default=(0.0, i))
-    if most < seen:
+    if most < visible:
         return "no time depends on it"
     return f"times do not change where it is {_MUCH[mute[0]]}: {problem.names[k]} binds"
 

@@ -33,8 +33,8 @@ class _ArgumentUse(NamedTuple):
 
 def check_aliases(trace: Trace) -> None:
     """Note where arguments that share memory are used, one of them written, in no order."""
-    given = [s for s in trace.storages if s.code is None and s.data is not None]
-    for a, b in combinations(given, 2):
+    inputs = [s for s in trace.storages if s.code is None and s.data is not None]
+    for a, b in combinations(inputs, 2):
         if np.may_share_memory(np.asarray(a.data), np.asarray(b.data)):
             _check_order(trace, (a, b))
 

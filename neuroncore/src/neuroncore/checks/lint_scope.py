@@ -187,8 +187,8 @@ class Checker:
         options = [k.value for k in call.keywords if k.arg in ENUMERATED]
         if isa and any(isinstance(value, ast.Constant) for value in options):
             yield "enum-literal"
-        given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        if any(map(self.is_numpy_dtype, given)):
+        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+        if any(map(self.is_numpy_dtype, arguments)):
             yield "numpy-dtype"
         callee = call.func.value if isinstance(call.func, ast.Subscript) else call.func
         definition = self.source.definition(callee)
@@ -259,9 +259,9 @@ class Checker:
         maker = self.source.member(call.func, "language")
         if maker not in MAKES_TILE:
             return False
-        given = [k.value for k in call.keywords if k.arg == "buffer"]
-        given += call.args[3 if maker == "full" else 2 :][:1]
-        return any(self.source.member(b, "language") in {"hbm", "private_hbm"} for b in given)
+        buffers = [k.value for k in call.keywords if k.arg == "buffer"]
+        buffers += call.args[3 if maker == "full" else 2 :][:1]
+        return any(self.source.member(b, "language") in {"hbm", "private_hbm"} for b in buffers)
 
     def is_tile(self, target: ast.Subscript) -> bool:
         """Return whether only a tile can be stored into like this; a list or dictionary may."""

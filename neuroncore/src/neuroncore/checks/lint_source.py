@@ -167,8 +167,8 @@ class Source:
             return None
         if (position := LOOP_BODY.get(self.member(node.func, "language"))) is None:
             return None
-        given = [k.value for k in node.keywords if k.arg == "body_fun"] or node.args[position:]
-        return given[0] if given else None
+        bodies = [k.value for k in node.keywords if k.arg == "body_fun"] or node.args[position:]
+        return bodies[0] if bodies else None
 
 
 def reached(kernels: list[Definition]) -> tuple[list[Definition], list[Definition]]:

@@ -164,14 +164,14 @@ def access_pattern(
     row = row_elements(t.geometry, dtype)
     if not t.geometry.on_chip or shape[0] == 1 or strides[0] == row:
         return strides
-    seen = prod(t.shape[1:]) * t.dtype.itemsize // dtype.itemsize
-    if strides[0] != seen:
+    elements = prod(t.shape[1:]) * t.dtype.itemsize // dtype.itemsize
+    if strides[0] != elements:
         refuse(
             f"{t}: ap pattern's first pair is the partition's and its stride must be {row}, the "
             f"storage's elements per partition; got {strides[0]}"
         )
     note(
-        f"{t}: ap takes its partition stride {seen}, that of the view, as {row}, the storage's "
+        f"{t}: ap takes its partition stride {elements}, that of the view, as {row}, the storage's "
         "elements per partition, which the documentation asks for (NKI access patterns)"
     )
     return (row, *strides[1:])

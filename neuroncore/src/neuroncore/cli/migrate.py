@@ -76,7 +76,7 @@ def _verified(options: argparse.Namespace, path: Path, text: str) -> list[dict[s
     from neuroncore.cli.arguments import read_arguments
     from neuroncore.kernel import RunSettings
 
-    arguments = dict(pair for given in options.arguments for pair in read_arguments(given))
+    arguments = dict(pair for argument in options.arguments for pair in read_arguments(argument))
     launch = runs.LaunchOptions(arguments, RunSettings(capacity="warn"), None, None)
     old = files.place_of(f"{options.file}:{options.verify}")
     with (

@@ -257,9 +257,9 @@ def sweep(
         if not is_parameter[name] and any(isinstance(v, Tensor | TensorFile) for _, v in values):
             raise UsageError(f"--sweep {name}: a constant of a file takes no tensor")
     points: list[dict[str, Any]] = []
-    for chosen in itertools.product(*sweeps.values()):
-        values = {n: value for n, (_, value) in zip(sweeps, chosen, strict=True)}
-        texts = {n: text for n, (text, _) in zip(sweeps, chosen, strict=True)}
+    for combination in itertools.product(*sweeps.values()):
+        values = {n: value for n, (_, value) in zip(sweeps, combination, strict=True)}
+        texts = {n: text for n, (text, _) in zip(sweeps, combination, strict=True)}
         arguments = {n: value for n, value in values.items() if is_parameter[n]}
         constants = {n: value for n, value in values.items() if not is_parameter[n]}
         one = replace(launch, arguments={**launch.arguments, **arguments})

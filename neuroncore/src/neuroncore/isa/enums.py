@@ -92,23 +92,23 @@ OPTIONS = {
 """The enumerations that parameters of instructions are annotated with, by name."""
 
 
-def option(opcode: str, parameter: str, kind: type[Option], given: object) -> Option:
+def option(opcode: str, parameter: str, kind: type[Option], value: object) -> Option:
     """The member of an enumeration that an argument is, or stands for by name or value.
 
     NKI 0.3 and later refuse names and values (migration guide, "Integer enum constants no longer
     supported"); kernels written before pass them, so they are converted, with a warning.
     """
-    if isinstance(given, kind):
-        return given
-    meant = [m for m in kind if given in (m.name, m.value) and not isinstance(given, bool)]
+    if isinstance(value, kind):
+        return value
+    meant = [m for m in kind if value in (m.name, m.value) and not isinstance(value, bool)]
     if not meant:
         members = ", ".join([m.name for m in kind])
         refuse(
             f"{opcode}: {parameter} must be a member of nki.isa.{kind.__name__}, one of {members}; "
-            f"got {seen(given)}"
+            f"got {seen(value)}"
         )
     note(
-        f"{opcode}: {parameter}={given!r} is taken as {kind.__name__}.{meant[0].name}; NKI 0.3 and "
+        f"{opcode}: {parameter}={value!r} is taken as {kind.__name__}.{meant[0].name}; NKI 0.3 and "
         "later take members of the enumeration only (migration guide)"
     )
     return meant[0]

@@ -77,8 +77,8 @@ def sendrecv(
     core = _one_of_two("sendrecv")
     path = option("sendrecv", "dma_engine", _Path, dma_engine)
     if send_to_rank not in (0, 1) or recv_from_rank not in (0, 1):
-        seen = f"send_to {send_to_rank!r} and recv_from {recv_from_rank!r}"
-        refuse(f"sendrecv: ranks must be 0 or 1; got {seen}")
+        ranks = f"send_to {send_to_rank!r} and recv_from {recv_from_rank!r}"
+        refuse(f"sendrecv: ranks must be 0 or 1; got {ranks}")
     template = core.template(_sendrecv, (dst, src), (path,))
     kind = ("sendrecv", pipe_id, src.shape, src.dtype, path.name)
     post = (core.program_id, send_to_rank, recv_from_rank, src, dst)

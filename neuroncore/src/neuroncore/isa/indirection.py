@@ -44,19 +44,19 @@ _TENSOR_FLOATS = ("float16", "bfloat16", "float8_e4m3", "float8_e5m2", "float8_e
 
 
 def issue(
-    call: Callable[..., NkiInstruction], opcode: str, given: dict[str, Any]
+    call: Callable[..., NkiInstruction], opcode: str, arguments: dict[str, Any]
 ) -> NkiInstruction:
     """Issue `call(**given)`, in which some operands are indirect."""
     core = running.active(opcode)
-    name = given.pop("name", None)
-    views = {n: v for n, v in given.items() if isinstance(v, IndirectTile)}
-    _check_operands(opcode, given, views)
+    name = arguments.pop("name", None)
+    views = {n: v for n, v in arguments.items() if isinstance(v, IndirectTile)}
+    _check_operands(opcode, arguments, views)
     if opcode in _MATMULS:
-        _check_matmul(opcode, given, views)
+        _check_matmul(opcode, arguments, views)
     group = 32 if opcode in _MATMULS else 16
     offsets = {n: _offsets(core, opcode, v, group) for n, v in views.items()}
     dense = {n: _dense(core, v, offsets[n]) for n, v in views.items()}
-    template, operands = _run(core, call, {**given, **dense})
+    template, operands = _run(core, call, {**arguments, **dense})
     _check_engine(opcode, template, views)
     if core.execute and "dst" in views:
         _scatter(views["dst"], offsets["dst"], raw(dense["dst"]))
@@ -77,7 +77,7 @@ def issue(
 
 
 def _run(
-    core: SimulatedCore, call: Callable[..., NkiInstruction], given: dict[str, Any]
+    core: SimulatedCore, call: Callable[..., NkiInstruction], operands_of_call: dict[str, Any]
 ) -> tuple[InstructionTemplate, Sequence[NkiTensor]]:
     """Run an instruction without recording it; returns its template and its operands."""
     issued: list[tuple[InstructionTemplate, Sequence[NkiTensor]]] = []
@@ -92,7 +92,7 @@ def _run(
 
     vars(core)["record"] = record
     try:
-        call(**given)
+        call(**operands_of_call)
     finally:
         del vars(core)["record"]
     (one,) = issued
@@ -158,7 +158,7 @@ def _offsets(core: SimulatedCore, opcode: str, view: IndirectTile, group: int) -
 # rules
 
 
-def _check_operands(opcode: str, given: dict[str, Any], views: dict[str, IndirectTile]) -> None:
+def _check_operands(opcode: str, arguments: dict[str, Any], views: dict[str, IndirectTile]) -> None:
     allowed = _OPERANDS.get(opcode, ("", ""))
     for operand, view in views.items():
         if operand not in allowed:
@@ -179,7 +179,7 @@ def _check_operands(opcode: str, given: dict[str, Any], views: dict[str, Indirec
             )
     if "dst" not in views:
         return
-    source = given.get(allowed[1])
+    source = arguments.get(allowed[1])
     if not isinstance(source, NkiTensor):
         return
     wanted = source.geometry.start
@@ -195,12 +195,12 @@ def _check_operands(opcode: str, given: dict[str, Any], views: dict[str, Indirec
         )
 
 
-def _check_matmul(opcode: str, given: dict[str, Any], views: dict[str, IndirectTile]) -> None:
-    if any(given.get("tile_position") or ()):
+def _check_matmul(opcode: str, arguments: dict[str, Any], views: dict[str, IndirectTile]) -> None:
+    if any(arguments.get("tile_position") or ()):
         refuse(f"{opcode}: tensor indirection goes with tile_position (0, 0) only; leave it out")
-    if given.get("is_transpose") and "moving" in views:
+    if arguments.get("is_transpose") and "moving" in views:
         refuse(f"{opcode}: moving cannot be indirect with is_transpose=True; copy it first")
-    if "dst" in views and given.get("accumulate") is None:
+    if "dst" in views and arguments.get("accumulate") is None:
         refuse(f"{opcode}: an indirect dst needs accumulate=True or False, to add or to overwrite")
     for operand in ("stationary", "moving"):
         if opcode == "nc_matmul" and operand in views:

@@ -84,15 +84,15 @@ def instruction(
                 entry = core.templates.get(key)
             if entry is None:
                 if any(v.__class__ is IndirectTile for v in values):
-                    given = dict(zip([*[*parameters][: len(args)], *kwargs], values, strict=True))
-                    return indirection.issue(issue, opcode, {**given, "name": name})
+                    by_name = dict(zip([*[*parameters][: len(args)], *kwargs], values, strict=True))
+                    return indirection.issue(issue, opcode, {**by_name, "name": name})
                 entry = core.templates[key] = prepared(core, *args, **kwargs)
             template, places, names = entry
             tensors = [values[i] for i in places]
             arguments = None
             if core.execute:
-                given = dict(zip(names, values, strict=True))
-                arguments = [given.get(n, default) for n, default in operands.items()]
+                by_name = dict(zip(names, values, strict=True))
+                arguments = [by_name.get(n, default) for n, default in operands.items()]
             done = core.record(template, tensors, arguments)
             return done if name is None else done.named(name)
 

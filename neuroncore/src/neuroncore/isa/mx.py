@@ -115,9 +115,9 @@ def nc_matmul_mx(
     NeuronCore-v4. K is a multiple of 32 up to 128, 4 K values; M is even. `accumulate` as in
     `nc_matmul`. `tile_size` (rows, 128) and `tile_position` (row, 0) choose a row tile.
     """
-    given: dict[str, Any] = {**locals()}
-    if any(isinstance(v, NkiTensor) and v.index is not None for v in given.values()):
-        return indirection.issue(nc_matmul_mx, "nc_matmul_mx", given)
+    arguments: dict[str, Any] = {**locals()}
+    if any(isinstance(v, NkiTensor) and v.index is not None for v in arguments.values()):
+        return indirection.issue(nc_matmul_mx, "nc_matmul_mx", arguments)
     opcode, core = "nc_matmul_mx", running.active("nki.isa.nc_matmul_mx")
     check.feature(opcode, core.machine, "mx", "it", "use nc_matmul with float8 operands")
     scales = {"stationary_scale": stationary_scale, "moving_scale": moving_scale}

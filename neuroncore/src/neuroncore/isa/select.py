@@ -61,12 +61,12 @@ def tensor_copy_predicated(
 
     def run(dst: NkiTensor, src: Scalar, predicate: NkiTensor) -> None:
         target = raw(dst)
-        chosen = (raw(predicate) == 0) == reverse_pred
+        selected = (raw(predicate) == 0) == reverse_pred
         if isinstance(src, NkiTensor):
             source = raw(src).reshape(target.shape)
         else:
             source = convert(dst, np.full(1, src, np.float32))
-        np.copyto(target, source, where=chosen.reshape(target.shape))
+        np.copyto(target, source, where=selected.reshape(target.shape))
 
     n = dst.geometry.elements
     in_psum = any(t.geometry.memory is PSUM for t in filter(check.is_tile, tiles.values()))
@@ -117,12 +117,12 @@ def affine_select(
     check.in_sbuf(opcode, dst=dst, on_true_tile=on_true_tile)
     check.same_elements(opcode, dst=dst, on_true_tile=on_true_tile)
     values = _affine(opcode, dst, pattern, offset, channel_multiplier)
-    chosen = compare.apply(values, 0) != 0
+    selected = compare.apply(values, 0) != 0
     fill = np.float32(on_false_value)
 
     def run(dst: NkiTensor, on_true_tile: NkiTensor) -> None:
         target, source = raw(dst), raw(on_true_tile)
-        mask = chosen.reshape(target.shape)
+        mask = selected.reshape(target.shape)
         if dst.dtype == on_true_tile.dtype:
             other = convert(dst, np.full(1, fill, np.float32))
             target[...] = np.where(mask, source.reshape(target.shape), other)
@@ -253,8 +253,8 @@ def select_reduce(
         reduce_res: NkiTensor | None,
     ) -> None:
         value = flat(read(on_true))
-        chosen = (flat(raw(predicate)) == 0) == reverse_pred
-        value = np.where(chosen, value, scalar(on_false, value))
+        selected = (flat(raw(predicate)) == 0) == reverse_pred
+        value = np.where(selected, value, scalar(on_false, value))
         write_reduced(core, dst, reduce_res, on_true, reduce_cmd.name, reducer, value)
 
     return InstructionTemplate(Engine.VECTOR, free_cycles(dst), run)

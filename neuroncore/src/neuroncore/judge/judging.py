@@ -138,13 +138,13 @@ def _run(
             return {**row, "refused": one_line(program["refused"])}
         row["warnings"] = [one_line(text) for text in program["warnings"]]
         values = task.values(case, random)
-        given = [PerRank(v) if task.ranks else v[0] for v in copy.deepcopy(values).values()]
+        inputs = [PerRank(v) if task.ranks else v[0] for v in copy.deepcopy(values).values()]
         budget = Budget(seconds=limits.seconds, bytes=limits.bytes)  # steps were counted
         settings = kernels.RunSettings(target, ranks=task.ranks, budget=budget)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             kernel = replayed(program, task.inputs, task.lnc)
-            done = kernels.run(kernel, tuple(given), {}, settings)
+            done = kernels.run(kernel, tuple(inputs), {}, settings)
     except NkiValidationError as error:
         return {**row, "refused": one_line(error)}
     except Exception as error:  # of what is no program: it may raise anything

@@ -172,8 +172,8 @@ class Recorder:
         return noted
 
     def _constant(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def constant(given: Any) -> Any:
-            array = given if isinstance(given, np.ndarray) else np.load(given, allow_pickle=False)
+        def constant(value: Any) -> Any:
+            array = value if isinstance(value, np.ndarray) else np.load(value, allow_pickle=False)
             tensor, tape = call(array), self._tapes[active().number]
             text = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
             number = tape.number(tensor.storage)
@@ -236,8 +236,8 @@ class _Player:
                 self.outputs = [self.decode(value) for value in rest]
             else:
                 args, kwargs, self.line = rest
-                given = {name: self.decode(value) for name, value in kwargs.items()}
-                _CALLS[kind](*map(self.decode, args), **given)
+                keywords = {name: self.decode(value) for name, value in kwargs.items()}
+                _CALLS[kind](*map(self.decode, args), **keywords)
 
     def _loop(self, loop: list[int], steps: Iterator[Any]) -> None:
         number, lower, upper, step = loop

@@ -27,9 +27,9 @@ _MOST = 5
 """Dimensions of an engine's access pattern, with the partition."""
 
 
-def dtype_of(given: Any) -> Any:
+def dtype_of(dtype: Any) -> Any:
     """A dtype of `nl`, also of what NumPy calls it; None stays None."""
-    return given if given is None or isinstance(given, DType) else from_numpy(given)
+    return dtype if dtype is None or isinstance(dtype, DType) else from_numpy(dtype)
 
 
 def plain(value: Any) -> Any:
@@ -278,20 +278,22 @@ def iota(expr: Index, dtype: Any, **_: Any) -> Tile:
     return dst
 
 
-def _result(name: str, given: dict[str, Any], dtype: Any) -> Tile:
+def _result(name: str, arguments: dict[str, Any], dtype: Any) -> Tile:
     """A tile for what an instruction returned: its shape and, unless said, its dtype."""
     if name in ON_DATA:
-        data = given[ON_DATA[name]]
-        both = [data, given.get("data2", data)] if name == "tensor_tensor" else [data, data]
+        data = arguments[ON_DATA[name]]
+        both = [data, arguments.get("data2", data)] if name == "tensor_tensor" else [data, data]
         return tile(data.shape, dtype or _common(*both))
     if name == "nc_matmul":
-        a, b = given["stationary"], given["moving"]
-        dtype = a.dtype if given.get("is_transpose") and _transposes_bits() else language.float32
+        a, b = arguments["stationary"], arguments["moving"]
+        dtype = (
+            a.dtype if arguments.get("is_transpose") and _transposes_bits() else language.float32
+        )
         return tile((prod(a.shape[1:]), *b.shape[1:]), dtype, PSUM)
-    data = given.get("data", given.get("src"))
+    data = arguments.get("data", arguments.get("src"))
     if name == "nc_transpose" and data is not None:
         shape = prod(data.shape[1:]), data.shape[0]
-        if given.get("engine") is isa.vector_engine:
+        if arguments.get("engine") is isa.vector_engine:
             return tile(shape, data.dtype)
         return tile(shape, data.dtype if _transposes_bits() else language.float32, PSUM)
     fixed = {"bn_stats": 6, "bn_aggr": 2, "max8": 8}
@@ -315,11 +317,11 @@ def _copy(dst: NkiTensor, src: NkiTensor) -> None:
 def _less_busy() -> Any:
     """The engine for a copy, VectorE or ScalarE: its compiler has both share them."""
     core = running.active("nisa.tensor_copy")
-    busy, seen = core.state.setdefault("legacy busy", ({}, [0]))
-    for template, *_ in core.trace.records[seen[0] :]:
+    busy, counted = core.state.setdefault("legacy busy", ({}, [0]))
+    for template, *_ in core.trace.records[counted[0] :]:
         if (engine := template.engine) in (Engine.VECTOR, Engine.SCALAR):
             busy[engine] = busy.get(engine, 0.0) + core.machine.ns(engine, template.cycles)
-    seen[0] = len(core.trace.records)
+    counted[0] = len(core.trace.records)
     scalar_less = busy.get(Engine.SCALAR, 0.0) < busy.get(Engine.VECTOR, 0.0)
     return isa.scalar_engine if scalar_less else isa.vector_engine
 
@@ -335,29 +337,29 @@ def call(name: str, /, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop("name", None)
     dtype, mask = dtype_of(kwargs.pop("dtype", None)), kwargs.pop("mask", None)
     names = [n for n in inspect.signature(function).parameters if n != "dst"]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    given = {n: op_of(v) if callable(v) else plain(v) for n, v in given.items()}
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    arguments = {n: op_of(v) if callable(v) else plain(v) for n, v in arguments.items()}
     if name == "tensor_reduce":
-        data, op, axis = given.pop("data"), given.pop("op"), given.pop("axis")
-        flags = {n: given[n] for n in ("negate", "keepdims") if n in given}
+        data, op, axis = arguments.pop("data"), arguments.pop("op"), arguments.pop("axis")
+        flags = {n: arguments[n] for n in ("negate", "keepdims") if n in arguments}
         return reduced(op, data, axis, dtype, mask, **flags)
-    given = {n: v for n, v in given.items() if v is not None}
-    if name == "tensor_tensor" and _elements(given["data1"]) != _elements(given["data2"]):
-        done = binary(given["op"], given["data1"], given["data2"], dtype, mask)
-        return done if "dst" not in given else assign(given["dst"], done)
+    arguments = {n: v for n, v in arguments.items() if v is not None}
+    if name == "tensor_tensor" and _elements(arguments["data1"]) != _elements(arguments["data2"]):
+        done = binary(arguments["op"], arguments["data1"], arguments["data2"], dtype, mask)
+        return done if "dst" not in arguments else assign(arguments["dst"], done)
     box = mask.box() if mask else {}
     if name == "nc_matmul" and mask:
         refuse("nc_matmul: mask= has axes of three kinds; slice its operands")
-    has_dst = isinstance(given.get("dst"), Tile)
-    dst = given.pop("dst") if has_dst else _result(name, given, dtype)
-    operands = list(given.values())
+    has_dst = isinstance(arguments.get("dst"), Tile)
+    dst = arguments.pop("dst") if has_dst else _result(name, arguments, dtype)
+    operands = list(arguments.values())
 
     def issued(dst: Tile, **options: Any) -> None:
         def run(dst: Any, *operands: Any) -> None:
-            if name == "tensor_copy" and "engine" not in given:
+            if name == "tensor_copy" and "engine" not in arguments:
                 _copy(dst, *operands)
             else:
-                function(dst=dst, **dict(zip(given, operands, strict=True)), **options)
+                function(dst=dst, **dict(zip(arguments, operands, strict=True)), **options)
 
         issue(run, dst, operands, box)
 

@@ -48,18 +48,18 @@ def as_values(trace: Trace, machine: Machine) -> None:
 def _renamed(records: list[Record]) -> list[Record]:
     """The records where what is overwritten whole, on chip, has memory of its own from there on."""
     now: dict[Storage, Storage] = {}
-    seen: set[Storage] = set()
+    touched: set[Storage] = set()
     copied: list[Record] = []
     for template, storages, code, line in records:
         renamed = [now.get(s, s) for s in storages]
         for at in range(template.writes):
             old = storages[at]
             kept = template.reads_dst or template.dynamic or old.address or not old.memory.on_chip
-            if template.regions[at] == 0 and not kept and renamed[at] in seen:
+            if template.regions[at] == 0 and not kept and renamed[at] in touched:
                 renamed[at] = now[old] = fresh = Storage(old.layout, old.name)
                 fresh.code, fresh.line, fresh.store = old.code, old.line, old.store
                 fresh.initialised = True
-        seen.update(renamed)
+        touched.update(renamed)
         copied.append((template, tuple(renamed), code, line))
     return copied
 

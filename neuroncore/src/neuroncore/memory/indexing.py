@@ -72,13 +72,13 @@ def _full_index(tensor: NkiTensor, key: Any) -> list[Any]:
     # nkipy's kernels index with nl.affine_range(n), which is a range
     keys = [slice(k.start, k.stop, k.step) if isinstance(k, range) else k for k in keys]
     dots = [i for i, k in enumerate(keys) if isinstance(k, EllipsisType)]
-    given = len(keys) - len(dots)
-    if len(dots) > 1 or given > tensor.ndim:
+    entries = len(keys) - len(dots)
+    if len(dots) > 1 or entries > tensor.ndim:
         refuse(
-            f"{tensor}: index has {given} entries and {len(dots)} ellipses; "
+            f"{tensor}: index has {entries} entries and {len(dots)} ellipses; "
             f"use at most {tensor.ndim} entries and one ellipsis"
         )
-    fill = [slice(None)] * (tensor.ndim - given)
+    fill = [slice(None)] * (tensor.ndim - entries)
     at = dots[0] if dots else len(keys)
     return keys[:at] + fill + keys[at + len(dots) :]
 

@@ -256,10 +256,10 @@ class File:
         called = {getattr(n.func, "id", "") for n in ast.walk(self.tree) if isinstance(n, ast.Call)}
         if node.name in called and not is_kernel:
             raise ByHandError("grid")
-        given = [n.args[0] if n.args else ast.Constant(0) for n in calls]
-        if not all(isinstance(a, ast.Constant) for a in given):
+        numbers = [n.args[0] if n.args else ast.Constant(0) for n in calls]
+        if not all(isinstance(a, ast.Constant) for a in numbers):
             raise ByHandError("grid")
-        axes = 1 + max(int(ast.unparse(a)) for a in given)
+        axes = 1 + max(int(ast.unparse(a)) for a in numbers)
         inside = [any(c in ast.walk(s) for c in calls) for s in node.body]
         first = inside.index(True)
         last = len(node.body) - isinstance(node.body[-1], ast.Return)

@@ -57,11 +57,11 @@ class Scope(Expressions):
             return None
         return self._nl(dotted.rpartition(".")[2], node, name)
 
-    def _number(self, of: ast.expr, given: ast.expr) -> Value | None:
+    def _number(self, of: ast.expr, dim: ast.expr) -> Value | None:
         """`np.dtype(...).type(number)`: instructions take Python's numbers."""
         if not isinstance(of, ast.Call) or self.names.of(of.func) != "numpy.dtype":
             return None
-        return Value(ast.unparse(given)) if isinstance(given, ast.Constant) else None
+        return Value(ast.unparse(dim)) if isinstance(dim, ast.Constant) else None
 
     def _launch(self, node: ast.Call, dotted: str) -> Value | None:
         """Calls of the host: wrappers of kernels, and launches of a grid."""
@@ -106,8 +106,8 @@ class Scope(Expressions):
     def _given(self, node: ast.Call, *names: str) -> dict[str, ast.expr]:
         if any(k.arg is None for k in node.keywords):
             raise ByHandError("nested")
-        given = dict(zip(names, node.args, strict=False))
-        return {**given, **{k.arg: k.value for k in node.keywords if k.arg}}
+        positional = dict(zip(names, node.args, strict=False))
+        return {**positional, **{k.arg: k.value for k in node.keywords if k.arg}}
 
     def _nl(self, function: str, node: ast.Call, name: str) -> Value | None:
         nl = self.names.nl
@@ -123,36 +123,38 @@ class Scope(Expressions):
         if function == "par_dim":
             return self.value(self._given(node, "size")["size"])
         if function in ("load", "store", "copy"):
-            given = self._given(node, *(("dst", "value") if function == "store" else ("src",)))
-            box = box_of(self._mask(given))
+            arguments = self._given(node, *(("dst", "value") if function == "store" else ("src",)))
+            box = box_of(self._mask(arguments))
             if function == "store":
-                return self._store(self.value(given["dst"]), self.value(given["value"]), box)
-            src = self._tensor(self.value(given["src"]))
-            to = self.result(src, name, self.dtype(given.get("dtype")))
+                return self._store(
+                    self.value(arguments["dst"]), self.value(arguments["value"]), box
+                )
+            src = self._tensor(self.value(arguments["src"]))
+            to = self.result(src, name, self.dtype(arguments.get("dtype")))
             call = "dma_copy" if function == "load" and src.memory != "sbuf" else "tensor_copy"
             return self.issue(call, to, box, src=src)
         if function in tables.BINARY:
-            given = self._given(node, "x", "y")
-            a, b = self.value(given["x"]), self.value(given["y"])
-            return self.binary(function, a, b, name, self.dtype(given.get("dtype")),
-                               box_of(self._mask(given)))  # fmt: skip
+            arguments = self._given(node, "x", "y")
+            a, b = self.value(arguments["x"]), self.value(arguments["y"])
+            return self.binary(function, a, b, name, self.dtype(arguments.get("dtype")),
+                               box_of(self._mask(arguments)))  # fmt: skip
         if function in beta.REDUCTIONS:
-            given = self._given(node, "x", "axis")
-            return self._reduce(f"{nl}.{beta.REDUCTIONS[function]}", given, "x", name)
+            arguments = self._given(node, "x", "axis")
+            return self._reduce(f"{nl}.{beta.REDUCTIONS[function]}", arguments, "x", name)
         if function in tables.ACTIVATIONS or function == "reciprocal":
-            given = self._given(node, "x")
-            x = self.value(given["x"])
+            arguments = self._given(node, "x")
+            x = self.value(arguments["x"])
             if x.kind != "tile":
                 return None
-            to = self.result(x, name, self.dtype(given.get("dtype")))
-            box = box_of(self._mask(given))
+            to = self.result(x, name, self.dtype(arguments.get("dtype")))
+            box = box_of(self._mask(arguments))
             if function == "reciprocal":
                 return self.issue("reciprocal", to, box, data=x)
             return self.issue("activation", to, box, op=f"{nl}.{function}", data=x)
         if function == "matmul":
-            given = self._given(node, "x", "y", "transpose_x")
-            x, y = self._near(self.value(given["x"])), self._near(self.value(given["y"]))
-            flag = given.get("transpose_x")
+            arguments = self._given(node, "x", "y", "transpose_x")
+            x, y = self._near(self.value(arguments["x"])), self._near(self.value(arguments["y"]))
+            flag = arguments.get("transpose_x")
             if not (isinstance(flag, ast.Constant) and flag.value):
                 x = self._near(self._transposed(x, ""))
             shape = (x.size(1), y.size(1))
@@ -162,19 +164,19 @@ class Scope(Expressions):
             x = self._near(self._tensor(self.value(self._given(node, "x")["x"])))
             return self._transposed(x, name)
         if function == "shared_constant":
-            given = self._given(node, "constant", "dtype")
-            array, dtype = given["constant"], self.dtype(given.get("dtype"))
+            arguments = self._given(node, "constant", "dtype")
+            array, dtype = arguments["constant"], self.dtype(arguments.get("dtype"))
             if isinstance(array, ast.Call) and self.names.of(array.func) in _IDENTITY and dtype:
                 n = self.value(array.args[0]).text
                 text = f"{nl}.shared_identity_matrix({n}, dtype={dtype})"
                 return self.kept(text, Value("", "tile", (n, n), dtype, "sbuf"), name)
-            text = f"{nl}.shared_constant({self.value(given['constant']).text})"
+            text = f"{nl}.shared_constant({self.value(arguments['constant']).text})"
             return self.kept(text, Value(text, "tile", dtype=dtype, memory="hbm"), name)
         if function == "shared_identity_matrix":
             return self.kept(ast.unparse(node), Value("", "tile", memory="sbuf"), name)
         if function == "static_cast":
-            given = self._given(node, "value", "dtype")
-            array, dtype = (self.value(given[key]).text for key in ("value", "dtype"))
+            arguments = self._given(node, "value", "dtype")
+            array, dtype = (self.value(arguments[key]).text for key in ("value", "dtype"))
             return Value(f"{array}.astype({dtype})")
         if function in ("program_id", "num_programs") and "grid" in self.env:
             axis = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else 0
@@ -183,8 +185,8 @@ class Scope(Expressions):
             raise ByHandError("removed")
         return None
 
-    def _mask(self, given: dict[str, ast.expr]) -> Value | None:
-        node = given.pop("mask", None)
+    def _mask(self, arguments: dict[str, ast.expr]) -> Value | None:
+        node = arguments.pop("mask", None)
         if node is None or (isinstance(node, ast.Constant) and node.value is None):
             return None
         mask = self.value(node)
@@ -211,17 +213,17 @@ class Scope(Expressions):
     def _allocate(self, function: str, node: ast.Call, name: str) -> Value:
         given_shape = given_dtype = None
         order = {"full": ("shape", "fill_value", "dtype"), "zeros_like": ("x", "dtype")}
-        given = self._given(node, *order.get(function, ("shape", "dtype")))
+        named = self._given(node, *order.get(function, ("shape", "dtype")))
         nl = self.names.nl
         if function == "zeros_like":
-            x = self.value(given.pop("x"))
+            x = self.value(named.pop("x"))
             shape, place, shown = x.shape, 0, x.shape_text()
-            dtype = self.dtype(given.pop("dtype", None)) or x.dtype_text()
+            dtype = self.dtype(named.pop("dtype", None)) or x.dtype_text()
         else:
-            given_shape, given_dtype = given.pop("shape"), given.pop("dtype")
+            given_shape, given_dtype = named.pop("shape"), named.pop("dtype")
             shape, place = self._shape(given_shape)
             shown, dtype = self.value(given_shape).text, self.dtype(given_dtype)
-        buffer = given.pop("buffer", None)
+        buffer = named.pop("buffer", None)
         memory = "sbuf" if buffer is None else self.names.memory(buffer)
         if not memory and buffer is not None:
             memory = (
@@ -229,7 +231,7 @@ class Scope(Expressions):
             )
         kept = ast.unparse(buffer) if memory == "hbm" and buffer else f"{nl}.{memory}"
         value = {"zeros": "0", "ones": "1", "zeros_like": "0"}.get(function, "")
-        value = self.value(given.pop("fill_value")).text if function == "full" else value
+        value = self.value(named.pop("fill_value")).text if function == "full" else value
         blocks = shape[:place] if shape and memory != "hbm" else ()
         tile = shape[len(blocks) :] if shape else None
         name = name or self.name("tile")
@@ -272,16 +274,16 @@ class Scope(Expressions):
         if not inspect.isfunction(known) or function.startswith(("get_", "register")):
             return None
         order = [n for n in inspect.signature(known).parameters if n != "dst"]
-        given = self._given(node, *order)
-        if function in ("affine_select", "iota", "memset") and "dst" not in given:
+        arguments = self._given(node, *order)
+        if function in ("affine_select", "iota", "memset") and "dst" not in arguments:
             return self._special(function, node, name, to)
-        dtype = self.dtype(given.pop("dtype", None))
-        mask = self._mask(given)
+        dtype = self.dtype(arguments.pop("dtype", None))
+        mask = self._mask(arguments)
         if function == "nc_matmul" and mask:
             raise ByHandError("mask")
         values: dict[str, Any] = {
             key: self._op(n) if "op" in key.split("_") or re.fullmatch(r"op\d", key) else
-            self.value(n) for key, n in given.items()
+            self.value(n) for key, n in arguments.items()
             if not (isinstance(n, ast.Constant) and n.value is None)
         }  # fmt: skip
         if function == "tensor_tensor":
@@ -292,8 +294,8 @@ class Scope(Expressions):
         if "dst" in values:
             return self.issue(function, values.pop("dst"), box_of(mask), **values)
         if function == "tensor_reduce":
-            return self._reduce(values.pop("op"), {**given, "mask": None}, "data", name, to, dtype,
-                                box_of(mask))  # fmt: skip
+            unmasked = {**arguments, "mask": None}
+            return self._reduce(values.pop("op"), unmasked, "data", name, to, dtype, box_of(mask))
         if to is None:
             to = self._result(function, values, name, dtype)
         return self.issue(function, to, box_of(mask), **values)
@@ -320,42 +322,42 @@ class Scope(Expressions):
     def _special(self, function: str, node: ast.Call, name: str, to: Value | None) -> Value:
         nl = self.names.nl
         if function == "memset":
-            given = self._given(node, "shape", "value", "dtype")
+            arguments = self._given(node, "shape", "value", "dtype")
             if to is not None:
-                return self.issue("memset", to, {}, value=self.value(given["value"]))
-            given["fill_value"] = ast.Name(self.value(given.pop("value")).text)
-            keywords = [ast.keyword(key, value) for key, value in given.items()]
+                return self.issue("memset", to, {}, value=self.value(arguments["value"]))
+            arguments["fill_value"] = ast.Name(self.value(arguments.pop("value")).text)
+            keywords = [ast.keyword(key, value) for key, value in arguments.items()]
             call = ast.Call(ast.Name(f"{nl}.full"), [], keywords)
             return self._allocate("full", call, name)
         names = ("expr", "dtype") if function == "iota" else (
             "pred", "on_true_tile", "on_false_value")  # fmt: skip
-        given = self._given(node, *names)
-        expr = self.value(given[names[0]])
+        arguments = self._given(node, *names)
+        expr = self.value(arguments[names[0]])
         part = expr.parts[0] if expr.kind == "mask" and len(expr.parts) == 1 else expr
         if part.kind != "index":
             raise ByHandError("index-pattern")
         axes = range(min(part.terms), 0)
         pairs = [part.terms.get(axis, ("0", "1")) for axis in axes]
         pattern = f"[{', '.join(f'[{s}, {n}]' for s, n in pairs[1:])}]"
-        dtype = self.dtype(given.get("dtype"))
+        dtype = self.dtype(arguments.get("dtype"))
         options: dict[str, Any] = {"pattern": pattern, "offset": part.offset,
                                    "channel_multiplier": pairs[0][0]}  # fmt: skip
         if function == "iota":
             to = to or self.fresh(tuple(n for _, n in pairs), dtype, "sbuf", name)
         else:
-            data = self.value(given["on_true_tile"])
+            data = self.value(arguments["on_true_tile"])
             to = to or self.result(data, name, dtype)
             options |= {"on_true_tile": data, "cmp_op": f"{nl}.greater_equal",
-                        "on_false_value": self.value(given["on_false_value"])}  # fmt: skip
+                        "on_false_value": self.value(arguments["on_false_value"])}  # fmt: skip
         return self.issue(function, to, {}, **options)
 
     def _reduce(
-        self, op: str, given: dict[str, Any], key: str, name: str, to: Value | None = None,
+        self, op: str, arguments: dict[str, Any], key: str, name: str, to: Value | None = None,
         dtype: str = "", box: Box | None = None,
     ) -> Value:  # fmt: skip
-        x = self._tensor(self.value(given[key]))
-        box = box_of(self._mask(given)) if given.get("mask") is not None else box or {}
-        axis = ast.literal_eval(given["axis"]) if _literal(given["axis"]) else None
+        x = self._tensor(self.value(arguments[key]))
+        box = box_of(self._mask(arguments)) if arguments.get("mask") is not None else box or {}
+        axis = ast.literal_eval(arguments["axis"]) if _literal(arguments["axis"]) else None
         if axis is None or (x.shape is None and axis not in (1, (1,), [1])):
             raise ByHandError("result")
         axes = [axis] if isinstance(axis, int) else list(axis)
@@ -363,10 +365,10 @@ class Scope(Expressions):
         axes = sorted(a % rank for a in axes)
         kept = [d for d in range(rank) if d not in axes]
         moved = kept + axes != list(range(rank))
-        flags = {k: self.value(given[k]) for k in ("negate", "keepdims") if k in given}
+        flags = {k: self.value(arguments[k]) for k in ("negate", "keepdims") if k in arguments}
         ones = len(axes) if "keepdims" in flags else int(len(kept) == 1)
         shape = (*[x.size(d) for d in kept], *["1"] * ones)
-        dtype = dtype or self.dtype(given.get("dtype")) or x.dtype_text()
+        dtype = dtype or self.dtype(arguments.get("dtype")) or x.dtype_text()
         to = to or self.fresh(shape, dtype, "sbuf", name)
         if moved and x.base is None:
             if box:
@@ -392,9 +394,9 @@ class Scope(Expressions):
                 self.lines[-1] = f"{self.lines[-1][:-1]}, accumulate=False)"
             return
         if isinstance(node, ast.Call) and call == f"{NL}.loop_reduce":
-            given = self._given(node, "data", "op")
-            op = self._op(given["op"]).rpartition(".")[2]
-            self.binary(op, target, self.value(given["data"]), to=target)
+            arguments = self._given(node, "data", "op")
+            op = self._op(arguments["op"]).rpartition(".")[2]
+            self.binary(op, target, self.value(arguments["data"]), to=target)
             return
         if adding:
             self.binary("add", target, self.value(node), to=target)
@@ -406,10 +408,10 @@ class Scope(Expressions):
             if self._isa(call.rpartition(".")[2], node, "", target) is None:
                 raise ByHandError("result")
         elif isinstance(node, ast.Call) and call == f"{NL}.load":
-            given = self._given(node, "src")
-            src = self._tensor(self.value(given["src"]))
+            arguments = self._given(node, "src")
+            src = self._tensor(self.value(arguments["src"]))
             copied = "tensor_copy" if src.memory == "sbuf" else "dma_copy"
-            self.issue(copied, target, box_of(self._mask(given)), src=src)
+            self.issue(copied, target, box_of(self._mask(arguments)), src=src)
         else:
             before = len(self.lines)
             value = self.value(node)

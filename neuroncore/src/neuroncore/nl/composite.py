@@ -101,8 +101,8 @@ def where(condition: NkiTensor, x: Any, y: Any, dtype: DType | None = None) -> N
         nisa.tensor_copy(result, y)
     else:
         nisa.memset(result, y)
-    chosen = _cast(x, dtype) if isinstance(x, NkiTensor) else x
-    nisa.tensor_copy_predicated(result, chosen, nl.not_equal(condition, 0.0, uint8))
+    source = _cast(x, dtype) if isinstance(x, NkiTensor) else x
+    nisa.tensor_copy_predicated(result, source, nl.not_equal(condition, 0.0, uint8))
     return result
 
 
@@ -219,8 +219,8 @@ def _cast(x: NkiTensor, dtype: DType | None) -> NkiTensor:
 
 
 def _axes(x: NkiTensor, axis: Axes) -> tuple[int, ...]:
-    given = (axis,) if isinstance(axis, int) else tuple(axis)
-    axes = tuple(sorted([dimension(x, a) for a in given]))
+    named = (axis,) if isinstance(axis, int) else tuple(axis)
+    axes = tuple(sorted([dimension(x, a) for a in named]))
     trailing_axes(x, axes)
     return axes
 

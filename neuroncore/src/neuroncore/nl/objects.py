@@ -37,14 +37,14 @@ class NKIObject:
 def _set_fields(self: NKIObject, *args: Any, **kwargs: Any) -> None:
     cls = type(self)
     names = _fields(cls)
-    given = dict(zip(names, args, strict=False))
-    unknown = [n for n in kwargs if n not in names or n in given]
+    values = dict(zip(names, args, strict=False))
+    unknown = [n for n in kwargs if n not in names or n in values]
     if unknown or len(args) > len(names):
         problem = f"twice or not a field: {', '.join(unknown)}" if unknown else "too many values"
         raise TypeError(f"{cls.__name__}({', '.join(names)}) got {problem}")
-    given |= kwargs
+    values |= kwargs
     for name in names:
-        value = given[name] if name in given else _default(cls, name)
+        value = values[name] if name in values else _default(cls, name)
         object.__setattr__(self, name, value)  # a frozen data class refuses setattr
     self.__post_init__()
 

@@ -152,10 +152,10 @@ def active_ns(core: CoreSchedule, engine: Engine) -> float:
     """
     spread = DMA_SPREAD_NS if engine is Engine.DMA else 0.0
     engines, start, end = columns(core)
-    chosen = engines == engine
-    results = np.array([template.result_ns or spread for template, *_ in core.issued])[chosen]
-    order = np.argsort(start[chosen], kind="stable")
-    return covered(start[chosen][order], (end[chosen] + results)[order])
+    of_engine = engines == engine
+    results = np.array([template.result_ns or spread for template, *_ in core.issued])[of_engine]
+    order = np.argsort(start[of_engine], kind="stable")
+    return covered(start[of_engine][order], (end[of_engine] + results)[order])
 
 
 def critical_path(schedule: Schedule) -> tuple[CriticalLine, ...]:

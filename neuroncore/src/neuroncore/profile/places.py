@@ -34,7 +34,7 @@ class TensorPlace(NamedTuple):
 def places(core: CoreSchedule, memory: MemoryRegion) -> list[TensorPlace]:
     """Every life of every tensor of a memory, by its start; no two share a byte at once."""
     lives = sorted(core.occupied.get(memory, []), key=itemgetter(0, 1))
-    given = [_at(s, start, end, *s.address) for start, end, s in lives if s.address]
+    fixed = [_at(s, start, end, *s.address) for start, end, s in lives if s.address]
     live: list[TensorPlace] = []
     placed: list[TensorPlace] = []
     for start, end, s in lives:
@@ -42,8 +42,8 @@ def places(core: CoreSchedule, memory: MemoryRegion) -> list[TensorPlace]:
         if s.address:
             placed.append(_at(s, start, end, *s.address))
             continue
-        given = [place for place in given if place.end > start]
-        there = sorted([*live, *[place for place in given if place.start < end]], key=_BYTE)
+        fixed = [place for place in fixed if place.end > start]
+        there = sorted([*live, *[place for place in fixed if place.start < end]], key=_BYTE)
         # 33 to 64 partitions start at 0 or 64, up to 32 at a multiple of 32; a bank is whole
         count = 128 if memory is MemoryRegion.psum else s.layout.shape[0]
         starts = range(0, 128, 128 if count > 64 else 64 if count > 32 else 32)

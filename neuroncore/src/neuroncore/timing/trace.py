@@ -51,7 +51,7 @@ class DmaCost:
     reads: tuple[int, ...] = ()
     """Bytes read from HBM, one number per operand of the instruction."""
     writes: tuple[int, ...] = ()
-    """Bytes written to HBM, likewise."""
+    """Bytes written to HBM, one number per operand."""
 
     def engine_ns(self, machine: Machine) -> float:
         """Busy time of each of the engines; a transpose goes at a share of the rate (arch)."""

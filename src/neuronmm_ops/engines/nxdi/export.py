@@ -102,10 +102,10 @@ def export(
     layers = named_layers(report.layers, tp)
     low_rank = [layer for layer in report.layers if layer.r is not None]
     _check_names(headers, low_rank)
-    chosen = _dtype_of(headers, dtype)
-    changes = _changes(report.layers, layers, headers, chosen, tp)
+    exported_dtype = _dtype_of(headers, dtype)
+    changes = _changes(report.layers, layers, headers, exported_dtype, tp)
     notes = (*changes, *_paddings(config, bool(layers), tp, divide))
-    written = transformers_4_config(config, chosen) | {
+    written = transformers_4_config(config, exported_dtype) | {
         "quantization_config": record_of(report),
         DIVIDE_KEY: divide,
     }
@@ -126,8 +126,10 @@ def export(
         free = shutil.disk_usage(next(p for p in output.resolve().parents if p.exists())).free
         raise OSError(f"{why(error)}; {no_room(output, size, free)}") from error
     seq_len = 2 * WINDOW_SEQ_LEN if written.get("sliding_window") else 256
-    command = first_command(output, model_type, chosen, tp, seq_len)
-    return Export(str(output), model_type, chosen, divide, tp, size, len(low_rank), notes, command)
+    command = first_command(output, model_type, exported_dtype, tp, seq_len)
+    return Export(
+        str(output), model_type, exported_dtype, divide, tp, size, len(low_rank), notes, command
+    )
 
 
 def first_command(directory: Path, model_type: str, dtype: str, tp: int, seq_len: int) -> str:

@@ -88,7 +88,7 @@ class NxdPair(Pair, _parallel.BaseParallelLinear):
 
 
 class NxdDense(DenseMember, _parallel.BaseParallelLinear):
-    """A dense member in a storage, likewise."""
+    """A dense member in a storage, whose parts NxD gives to ranks."""
 
     along_contraction = False
 
@@ -147,8 +147,8 @@ class BlockQKV(nn.Module):
         if len(pairs) == len(layers) and len({pair.precision for pair in pairs}) == 1:
             factors = [t for pair in pairs for t in (pair.u, pair.v)]
             scales = [t for pair in pairs for t in (pair.u_scale, pair.v_scale)]
-            given = (*factors, *[pair.bias for pair in pairs], *scales, pairs[0].compute)
-            made = pairs[0].run("svd_qkv", hidden_states, *given)
+            operands = (*factors, *[pair.bias for pair in pairs], *scales, pairs[0].compute)
+            made = pairs[0].run("svd_qkv", hidden_states, *operands)
             query, key, value = made.split([pair.width for pair in pairs], -1)
         else:
             query, key, value = _columns(layers, hidden_states, self.ranks, adapter_ids)

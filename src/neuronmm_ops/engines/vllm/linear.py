@@ -142,8 +142,8 @@ class LowRankLinearMethod(LinearMethodBase):
         layer.weight_loader = self._bias_loader(layer.weight_loader)
 
     def _place(self, layer: Any, config: VllmConfig) -> Shard:
-        given = config.additional_config if isinstance(config.additional_config, dict) else {}
-        divide = given.get(DIVIDE, "both")
+        additional = config.additional_config if isinstance(config.additional_config, dict) else {}
+        divide = additional.get(DIVIDE, "both")
         if divide not in DIVIDES:
             raise ValueError(f"{DIVIDE} must be {' or '.join(DIVIDES)}, got {divide!r}")
         if self.tp_size > 1 and config.lora_config is not None:

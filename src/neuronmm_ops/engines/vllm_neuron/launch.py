@@ -61,8 +61,8 @@ class Kernels:
         """Return the op `[M, N]` of x `[M, K]`, its other operands and its choices."""
         spec = SPECS[op]
         tensors = [arg for arg in args if not isinstance(arg, str)]
-        given = [arg for arg in args if isinstance(arg, str)]
-        choices = (*given, *spec.defaults[len(given) :])
+        options = [arg for arg in args if isinstance(arg, str)]
+        choices = (*options, *spec.defaults[len(options) :])
         x = tensors[0]
         assert x is not None
         if not self.can_run(x):
@@ -117,13 +117,13 @@ def planned(
     spec = SPECS[op]
     known = [
         None
-        if given is None
+        if operand is None
         else torch.empty(
-            (tokens, *given[0]) if place in spec.activations else given[0],
-            dtype=given[1],
+            (tokens, *operand[0]) if place in spec.activations else operand[0],
+            dtype=operand[1],
             device="meta",
         )
-        for place, given in enumerate(operands)
+        for place, operand in enumerate(operands)
     ]
     tensors = (*known, *(None,) * (len(spec.tensors) - len(known)))
     launch = launch_here(spec, tensors, choices)

@@ -50,7 +50,7 @@ class NeuronPair(Pair):
 
 
 class NeuronDense(DenseMember):
-    """A dense layer of a block with pairs, likewise."""
+    """A dense layer of a block with pairs, its weight as the kernels read it."""
 
     along_contraction = False
 

@@ -226,8 +226,8 @@ class LayersOnDisk(LayerSource):
                     layer = SideBySide(sweep.stack, index, partial(self._paths, index))
                     yield layer
                     leaving = layer.outputs() if index + 1 < count else ()
-                    for number, (dense, seen) in enumerate(leaving):
-                        both = {"dense": dense, "drifted": seen}
+                    for number, (dense, after_drift) in enumerate(leaving):
+                        both = {"dense": dense, "drifted": after_drift}
                         self._work.save(f"{paths}-{index + 1}-{number}", both)
                 # Last: it says that the layer is done.
                 self._work.save(f"{kept}-{index}", self._results)

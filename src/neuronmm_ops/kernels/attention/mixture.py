@@ -194,6 +194,6 @@ class Mixture(nl.NKIObject):
                 evict(mixed_sb[:, own, :], self.banks_psum[n][:, own, :], h)
             for i in range(size):
                 number = n * self.each + i
-                chosen = self.own_sb[0:P, nl.ds(number * new.lanes, new.queries)]
-                nisa.nc_matmul(out_psum, chosen, mixed_sb[:, i, :], accumulate=number > 0)
+                own_queries = self.own_sb[0:P, nl.ds(number * new.lanes, new.queries)]
+                nisa.nc_matmul(out_psum, own_queries, mixed_sb[:, i, :], accumulate=number > 0)
         return out_psum

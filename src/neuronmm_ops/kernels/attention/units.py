@@ -16,18 +16,20 @@ def problem_of(
     batch: int, heads: int, kv_heads: int, head_dim: int, tokens: int, new: int = 1
 ) -> str:
     """What is wrong with sizes of attention, in one line; empty where nothing is."""
-    seen = f"batch {batch}, heads {heads}, kv_heads {kv_heads}, head_dim {head_dim}, T {tokens}"
+    sizes = f"batch {batch}, heads {heads}, kv_heads {kv_heads}, head_dim {head_dim}, T {tokens}"
     if min(batch, heads, kv_heads, head_dim, tokens, new) < 1:
-        return f"sizes must be at least 1; got {seen}"
+        return f"sizes must be at least 1; got {sizes}"
     if new > min(MOST_NEW, tokens):
-        return f"at most {MOST_NEW} new tokens, and T, pass a cache together; got {new}, {seen}"
+        return f"at most {MOST_NEW} new tokens, and T, pass a cache together; got {new}, {sizes}"
     if heads % kv_heads > 0:
-        return f"heads must be a multiple of kv_heads; got {seen}"
+        return f"heads must be a multiple of kv_heads; got {sizes}"
     if head_dim % 2 > 0 or head_dim > PARTITIONS:
-        return f"head_dim must be even and at most {PARTITIONS}; got {seen}"
+        return f"head_dim must be even and at most {PARTITIONS}; got {sizes}"
     if heads * new >= PARTITIONS * kv_heads:
         most = f"at most {PARTITIONS - 1} query heads share a key head"
-        return f"{most}; got {seen}" if new == 1 else f"{most}, each new token's; got {new}, {seen}"
+        return (
+            f"{most}; got {sizes}" if new == 1 else f"{most}, each new token's; got {new}, {sizes}"
+        )
     return ""
 
 

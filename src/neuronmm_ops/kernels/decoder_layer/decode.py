@@ -105,7 +105,7 @@ class Decoding(nl.NKIObject):
         self.attending: list[Attending] = []
         # for transposed heads, from the first layer on that has such
         self.rotations: list[TurnedRotation] = []
-        # for attention's output where it stays in SBUF, likewise
+        # for attention's output, from the first layer on where it stays in SBUF
         self.spreads: list[Spreads] = []
 
     def divide(self, tokens: int, H: int, stages: list[Stage]) -> None:

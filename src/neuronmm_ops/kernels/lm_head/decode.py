@@ -166,8 +166,8 @@ def lm_head_decode(
         block: columns of w whose sums are in PSUM together.
         last_block: columns of the last block.
         tile_bytes: bytes a partition of a weight tile, more where one row is longer.
-        dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
-            and engines the others; 0: engines all.
+        dma_cast: of weights that are cast, the DMA casts every n-th K tile, from the first on, and
+            engines the others; 0: engines cast all.
 
     Returns:
         ids [M], int32, and greatest [M], float32, in shared HBM. Logits are compared in fp32, as

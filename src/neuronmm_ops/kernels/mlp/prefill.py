@@ -16,9 +16,9 @@ from neuronmm_ops.kernels.svd_mlp.prefill import gated, load_table
 
 def check_matrices(x: NkiTensor, x_up: NkiTensor | None, matrices: Tiles) -> None:
     """Check the sizes of w_gate, w_up and w_down, for x and an x_up."""
-    given: Any = x if is_none(x_up) else x_up
-    assert given.shape[0] == x.shape[0], f"x has {x.shape[0]} tokens and x_up {given.shape[0]}"
-    sides, inner = [x, given], rows_of(matrices[2])
+    second: Any = x if is_none(x_up) else x_up
+    assert second.shape[0] == x.shape[0], f"x has {x.shape[0]} tokens and x_up {second.shape[0]}"
+    sides, inner = [x, second], rows_of(matrices[2])
     for n in range(2):
         check_pair(sides[n].shape[1], rows_of(matrices[n]), 0, 0)
         check_pair(matrices[n].shape[1], inner, 0, 0)
@@ -50,9 +50,9 @@ class MLPStages(nl.NKIObject):
         """out[t] = (act(x[t] @ w_gate) * (x_up[t] @ w_up)) @ w_down, x_up by default x."""
         a, down = self.arguments, self.weights[2]
         banks = a["banks"]
-        given: Any = [x_hbm, x_up_hbm]
+        sources_hbm: Any = [x_hbm, x_up_hbm]
         xs: list[TiledOperand] = []
-        for source_hbm in given:
+        for source_hbm in sources_hbm:
             if is_none(source_hbm):
                 xs.append(xs[0])
             else:

@@ -126,21 +126,21 @@ def cast_shares(columns: int, weights: tuple[int, ...]) -> list[Span]:
     for weight in weights:
         total += weight
     shares: list[Span] = []
-    start, seen = 0, 0
+    start, rates = 0, 0
     for weight in weights:
-        seen += weight
-        end = columns * seen // total
+        rates += weight
+        end = columns * rates // total
         if end > start:
             shares.append(Span(start, end - start))
         start = end
     return shares
 
 
-def cast_by_dma(seen: int, tiles: int, every: int) -> int:
+def cast_by_dma(before: int, tiles: int, every: int) -> int:
     """How many of `tiles` K tiles after `seen` others a DMA casts: each `every`-th; 0: none."""
     if every == 0:
         return 0
-    return tiles_in(seen + tiles, every) - tiles_in(seen, every)
+    return tiles_in(before + tiles, every) - tiles_in(before, every)
 
 
 class GroupSpan(NKIObject):

@@ -68,7 +68,7 @@ class DecodeWeight(nl.NKIObject):
         dtype: of the activations.
         scale: fp32 [N], a factor of each column of a weight in one byte, or [groups, N] of int4's
             groups of rows, which `halves` has then; else None.
-        dma_cast: of weights that are cast, the DMA casts each so-manieth K tile; 0: none.
+        dma_cast: of weights that are cast, the DMA casts every n-th K tile; 0: none.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class DecodeWeight(nl.NKIObject):
         self.casts = not is_none(scale) and not is_multiplied(hbm, dtype)
         self.rows = rows_of(hbm)
 
-    def cast_by_dma(self, seen: int, tiles: int) -> int:
+    def cast_by_dma(self, before: int, tiles: int) -> int:
         """How many of `tiles` K tiles after `seen` others a DMA casts."""
-        return cast_by_dma(seen, tiles, self.dma_cast if self.casts and self.group == 0 else 0)
+        return cast_by_dma(before, tiles, self.dma_cast if self.casts and self.group == 0 else 0)
 
     def loaded(self, tile_hbm: NkiTensor, columns: Span, by_dma: int) -> list[NkiTensor]:
         """Some columns of K tiles [k, tiles, N], in SBUF and as TensorE takes them: [k, columns].

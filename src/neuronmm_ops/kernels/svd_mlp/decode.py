@@ -86,8 +86,8 @@ def svd_mlp_decode(
         last_block: columns of the last block.
         tile_bytes: bytes a partition of a weight tile, more where one row is longer.
         spill: act(gate) * up goes through HBM instead of staying in SBUF.
-        dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
-            and engines the others; 0: engines all.
+        dma_cast: of weights that are cast, the DMA casts every n-th K tile, from the first on, and
+            engines the others; 0: engines cast all.
         stationary: weights are the stationary operand, which takes as long whatever column groups
             of TensorE do.
         balance: of two cores, each loads as many weights, not as many columns of the last one.

@@ -42,8 +42,8 @@ def xw_decode(
         last_block: columns of the last block.
         tile_bytes: bytes a partition of a weight tile, more where one row is longer.
         resident: x^T stays in SBUF; else x is loaded and transposed again for each block.
-        dma_cast: of weights that are cast, the DMA casts each so-manieth K tile, from the first on,
-            and engines the others; 0: engines all.
+        dma_cast: of weights that are cast, the DMA casts every n-th K tile, from the first on, and
+            engines the others; 0: engines cast all.
         stationary: weights are the stationary operand, which takes as long whatever column groups
             of TensorE do.
         fingerprint: of all kernels' source, for caches that know one function's alone; not read.

@@ -50,14 +50,14 @@ def scaled_mm(a: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None = None) -
     if sums is not None:
         return _finished(sums, scale, bias, a.dtype)
     y = a.new_empty(len(a), N)
-    given = a.to(multiplied_in)
+    a_cast = a.to(multiplied_in)
     size = max(_STRIP // max(K, 1), _MIN_STRIP)
     scales = scale.split(size, -1)
     biases = [None] * len(scales) if bias is None else bias.split(size)
     strips = zip(y.split(size, 1), w.split(size, 1), scales, biases, strict=True)
     for out, strip, own_scale, own_bias in strips:
         wide, factor = storage.widened(strip, own_scale, multiplied_in)
-        out.copy_(_finished(torch.mm(given, wide), factor, own_bias, a.dtype))
+        out.copy_(_finished(torch.mm(a_cast, wide), factor, own_bias, a.dtype))
     return y
 
 

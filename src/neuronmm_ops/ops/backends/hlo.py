@@ -68,8 +68,8 @@ def module_of(
     body = _Computation()
     ids = [body.parameter(array) for array in parameters]
     taken = [
-        body.reshape(given, operand, number)
-        for given, operand, number in zip(parameters, operands, ids, strict=True)
+        body.reshape(parameter, operand, number)
+        for parameter, operand, number in zip(parameters, operands, ids, strict=True)
     ]
     root = body.custom_call(call, taken, results, aliases or {})
     if len(results) == 1:
@@ -114,9 +114,9 @@ class _Computation:
     def parameter(self, array: Array) -> int:
         return self._add("parameter", array.encode(), _integer(9, len(self.instructions)))
 
-    def reshape(self, given: Array, wanted: Array, operand: int) -> int:
+    def reshape(self, array: Array, wanted: Array, operand: int) -> int:
         """The id of `operand` in the shape that is wanted."""
-        if given == wanted:
+        if array == wanted:
             return operand
         return self._add("reshape", wanted.encode(), _operands([operand]))
 

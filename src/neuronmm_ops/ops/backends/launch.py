@@ -87,9 +87,9 @@ def implementation_of(spec: OpSpec, launcher: Launcher) -> Callable[..., Results
 
     @wraps(spec.reference)  # torch_neuronx reads an op's schema from its function's signature
     def implementation(*args: Any, **kwargs: Any) -> Results:
-        given = spec.complete(args, kwargs)
-        own = spec.of(given)
-        return launcher(own, *own.split(given))
+        arguments = spec.complete(args, kwargs)
+        own = spec.of(arguments)
+        return launcher(own, *own.split(arguments))
 
     return implementation
 
@@ -131,11 +131,11 @@ def launch_of(
     matrices = tuple([storage.size(*shape) if storage else shape for storage, shape in factors])
     if 0 in lead or any(0 in shape for shape in matrices):
         return None
-    chosen = dict(zip(spec.options, choices, strict=True))
+    options = dict(zip(spec.options, choices, strict=True))
     plan = plan_op(
         *(spec.name, math.prod(lead), matrices, DTYPE_NAMES[x.dtype], target, lnc),
         weight_dtype=several([storage.dtype if storage else "" for storage, _ in factors]),
-        compute=str(chosen.get("compute", "x")),
+        compute=str(options.get("compute", "x")),
         others=tuple(
             [
                 _other(operand, shape)
@@ -156,7 +156,7 @@ def launch_of(
         plan,
         tuple([(*lead, width) for *_, width in spec.result_shapes(tensors)]),
         tuple(operand.name for operand, tensor in given if tensor is not None),
-        chosen,
+        options,
     )
 
 
@@ -221,7 +221,7 @@ def launch_parts(
     Raises:
         ValueError: an op that changes an operand in place has more tokens than a launch takes.
     """
-    given, parts, spec = list(tensors), launch.plan.launches, launch.spec
+    operands, parts, spec = list(tensors), launch.plan.launches, launch.spec
     if spec.states and len(parts) > 1:
         raise ValueError(
             f"{spec.name}: one launch takes {parts[0]} tokens, got {sum(parts)}; call it with fewer"
@@ -234,8 +234,8 @@ def launch_parts(
     made: list[tuple[Tensor, ...]] = []
     for n, tokens in enumerate(parts):
         for place, tensor in activations:
-            given[place] = tensor if len(parts) == 1 else tensor.split(list(parts))[n]
-        results = run(launch if len(parts) == 1 else launch.part(tokens), tuple(given))
+            operands[place] = tensor if len(parts) == 1 else tensor.split(list(parts))[n]
+        results = run(launch if len(parts) == 1 else launch.part(tokens), tuple(operands))
         made.append(results if isinstance(results, tuple) else (results,))
     count = len(spec.outputs)
     for place, changed in zip(spec.states, made[0][count:], strict=True):
@@ -283,9 +283,9 @@ def call_kernel(
             f"set {TARGET_VARIABLE}"
         )
 
-    def run(part: Launch, given: Tensors) -> Results:
+    def run(part: Launch, tensors: Tensors) -> Results:
         # A kernel reads row-major memory; factors may lie along their contraction.
-        row_major = [tensor if tensor is None else tensor.contiguous() for tensor in given]
+        row_major = [tensor if tensor is None else tensor.contiguous() for tensor in tensors]
         kernel = (kernel_for or nki_kernel)(part.plan)
         return kernel(*spec.listed(row_major), **part.arguments)
 

@@ -108,10 +108,10 @@ def _activate(name: str, target: str | None) -> None:
 
 def implementation(target: str | None) -> Implementations:
     """The ops on the simulated core of `target`. Raises ValueError for no target."""
-    chosen = resolve_target(target).target
+    machine_name = resolve_target(target).target
 
     def simulate(spec: OpSpec, tensors: Tensors, choices: Options) -> Results:
-        launch = launch_of(spec, tensors, choices, chosen)
+        launch = launch_of(spec, tensors, choices, machine_name)
         if launch is None:
             return spec.reference(*spec.joined(tensors, choices))
         return launch_parts(launch, tensors, _simulate)

@@ -150,14 +150,14 @@ def _custom_call(
     Where the plan splits the tokens, or the kernel returns states, it is one of each part, which is
     planned already.
     """
-    given = [tensor for tensor in tensors if tensor is not None]
+    present = [tensor for tensor in tensors if tensor is not None]
     # which are missing, too: two biases may be alike
     signature = [each is not None and (each.shape, each.dtype, each.device) for each in tensors]
     key = (spec.name, choices, core(), _api_version, part and part.plan, *signature)
     try:
         computation = _computations.get(key)
     except TypeError:  # a size that is no number has no hash
-        for tensor in given:
+        for tensor in present:
             static_shape(spec.name, tensor)
         raise
     if computation is None:
@@ -167,12 +167,12 @@ def _custom_call(
             return spec.reference(*spec.joined(tensors, choices))
         _warn_where_it_cannot_run(_api_version)
         in_parts = len(launch.plan.launches) > 1 or (spec.states and part is None)
-        computation = _computations[key] = launch if in_parts else _computation(launch, given)
+        computation = _computations[key] = launch if in_parts else _computation(launch, present)
     if isinstance(computation, Launch):
         return launch_parts(
-            computation, tensors, lambda own, given: _custom_call(spec, given, choices, own)
+            computation, tensors, lambda own, present: _custom_call(spec, present, choices, own)
         )
-    made = _torch_xla()._xla_user_computation(f"xla::neuronmm_{spec.name}", given, computation)
+    made = _torch_xla()._xla_user_computation(f"xla::neuronmm_{spec.name}", present, computation)
     return made[0] if len(made) == 1 else tuple(made)
 
 

@@ -124,8 +124,8 @@ def _programs(x: Tensor) -> int:
 
 def _xuv(tensors: Sequence[Any]) -> Tensor:
     x, u, v, bias, u_scale, v_scale = tensors
-    given = rows(x).contiguous()
-    return xuv(given, (u, u_scale), (v, v_scale), None if bias is None else bias.contiguous())
+    x_rows = rows(x).contiguous()
+    return xuv(x_rows, (u, u_scale), (v, v_scale), None if bias is None else bias.contiguous())
 
 
 def _svd_mlp(tensors: Sequence[Any], activation: str) -> Tensor:

@@ -54,8 +54,8 @@ def _product(
             inside = (half[:, None] < K // 2) & (n[None, :] < N)
             byte = tl.load(w + half[:, None] * w_row + n[None, :] * w_column, inside, 0)
             byte = byte.to(tl.int16)
-            given = _rows(x, m, start + tl.arange(0, _STEP), M, K, x_row)
-            even, odd = tl.split(given.reshape(BLOCK_M, _STEP // 2, 2))
+            x_tile = _rows(x, m, start + tl.arange(0, _STEP), M, K, x_row)
+            even, odd = tl.split(x_tile.reshape(BLOCK_M, _STEP // 2, 2))
             of_group = tl.dot(even, _of_half_bytes(byte & 15, DTYPE))
             of_group = tl.dot(odd, _of_half_bytes(byte >> 4, DTYPE), of_group)
             # A scalar in & would make an integer of the mask, which Triton 3.9 refuses.

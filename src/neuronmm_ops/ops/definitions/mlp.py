@@ -41,10 +41,10 @@ def reference(
     ):
         SPEC.check(*args)
     try:
-        given = given_up = flat(x, w_gate)
+        x_gate = given_up = flat(x, w_gate)
         if x_up is not None:
-            given_up = x_up.reshape(-1) if given.dim() == 1 else rows(x_up)
-        sides = (given, w_gate, w_gate_scale), (given_up, w_up, w_up_scale)
+            given_up = x_up.reshape(-1) if x_gate.dim() == 1 else rows(x_up)
+        sides = (x_gate, w_gate, w_gate_scale), (given_up, w_up, w_up_scale)
         hidden = gated(*sides, ACTIVATIONS[activation], compute)
         return batched(affine(hidden, w_down, None, w_down_scale, compute), x)
     except (RuntimeError, IndexError):

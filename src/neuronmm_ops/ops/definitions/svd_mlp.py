@@ -42,9 +42,9 @@ def reference(
     ):
         SPEC.check(*args)
     try:
-        given = flat(x, u_gate)
-        gate = affine(given, u_gate, None, u_gate_scale, compute)
-        up = affine(given, u_up, None, u_up_scale, compute)
+        x_flat = flat(x, u_gate)
+        gate = affine(x_flat, u_gate, None, u_gate_scale, compute)
+        up = affine(x_flat, u_up, None, u_up_scale, compute)
         sides = (gate, v_gate, v_gate_scale), (up, v_up, v_up_scale)
         hidden = gated(*sides, ACTIVATIONS[activation], compute)
         down = affine(hidden, u_down, None, u_down_scale, compute)
