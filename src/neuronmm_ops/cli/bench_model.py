@@ -153,20 +153,21 @@ def _low_rank(document: dict[str, Any]) -> str:
     """What the low-rank variant is: of the options, or the checkpoint as it exists."""
     dense = f"lm_head {document['storage_lm_head'] or 'bf16'}"
     storage, storage_dense = (document[n] or "bf16" for n in ("storage", "storage_dense"))
-    own = document["checkpoint"]
-    if own is None:
+    stored = document["checkpoint"]
+    if stored is None:
         return (
             f"Low rank: ratio {document['ratio']:g} of {document['targets']}, {storage}; other "
             f"Linears {storage_dense}, {dense}."
         )
-    ranks = f" of rank {own['least_rank']} to {own['greatest_rank']}" if own["low_rank"] else ""
-    share = own["matrix_bytes"] / own["dense_matrix_bytes"]
-    size = "" if own["bytes"] is None else f"; {own['bytes'] / 1e6:.4g} MB of tensors on disk"
+    least, greatest = stored["least_rank"], stored["greatest_rank"]
+    ranks = f" of rank {least} to {greatest}" if stored["low_rank"] else ""
+    share = stored["matrix_bytes"] / stored["dense_matrix_bytes"]
+    size = "" if stored["bytes"] is None else f"; {stored['bytes'] / 1e6:.4g} MB of tensors on disk"
     return (
-        f"Low rank: the checkpoint's own {own['low_rank']} pairs{ranks}, {storage}, and "
-        f"{own['dense']} of its matrices dense, {storage_dense}; together {share:.3f} of their "
+        f"Low rank: the checkpoint's own {stored['low_rank']} pairs{ranks}, {storage}, and "
+        f"{stored['dense']} of its matrices dense, {storage_dense}; together {share:.3f} of their "
         f"dense bytes (ratio {document['ratio']:g} of {document['targets']}); {dense}{size}. "
-        f"Dense, stored: all these matrices dense in {own['rival_storage']}."
+        f"Dense, stored: all these matrices dense in {stored['rival_storage']}."
     )
 
 

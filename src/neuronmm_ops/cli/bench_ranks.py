@@ -30,10 +30,10 @@ def show_ranks(documents: list[dict[str, Any]]) -> None:
         for variant in document["variants"]:
             times: list[object] = []
             for phase in PHASES:
-                own = variant["phases"][phase]
+                cost = variant["phases"][phase]
                 dense = document["variants"][0]["phases"][phase]
-                times += [f"{own['time_ms']:.4g}"]
-                times += ["" if own is dense else as_range(_speedup(dense, own))]
+                times += [f"{cost['time_ms']:.4g}"]
+                times += ["" if cost is dense else as_range(_speedup(dense, cost))]
             decode = variant["phases"]["decode"]
             links = [row for row in decode["components"] if row["component"] == "collectives"]
             cells.append(
@@ -94,9 +94,9 @@ def as_range(speedup: dict[str, float]) -> str:
     return f"{shown}x" if low == high else f"{shown}x ({low} to {high}x)"
 
 
-def _speedup(dense: dict[str, Any], own: dict[str, Any]) -> dict[str, float]:
+def _speedup(dense: dict[str, Any], cost: dict[str, Any]) -> dict[str, float]:
     """The dense time over the own."""
-    return compared(own["times_ms"], dense["times_ms"])
+    return compared(cost["times_ms"], dense["times_ms"])
 
 
 def _published(*variants_and_phase: Any) -> list[dict[str, Any]]:

@@ -26,26 +26,31 @@ def rank_rows(
     Raises:
         ValueError: the ranks do not divide the sizes.
     """
-    own = divided(shape, tp).projections
+    projections = divided(shape, tp).projections
     links = Collectives(resolve_target(settings.target).target, settings.lnc, tp)
     for group, names in GROUPS.items():
         for name in names:
             K, N = shape.projections[name]
             r = aligned_rank(K, N, settings.ratio)
-            linear = Linear(*own[name], r, settings.stored if r else "")
+            linear = Linear(*projections[name], r, settings.stored if r else "")
             for divide in DIVIDES if r else ("dense",):
                 yield {"projection": name, **_row(group, divide, linear, tokens, links, settings)}
 
 
 def _row(
-    group: Group, divide: Layout, own: Linear, tokens: int, links: Collectives, settings: Settings
+    group: Group,
+    divide: Layout,
+    linear: Linear,
+    tokens: int,
+    links: Collectives,
+    settings: Settings,
 ) -> dict[str, Any]:
     """Times are of the launches and the exchange; low rank is beside the dense shard and its."""
-    shapes = factors(group, divide, own, links.tp)
-    sent = exchanged(links, group, divide, tokens, own.r or 0, own.N)
-    dense = plan_xw(tokens, own.K, own.N, *settings.machine)
-    plans = _plans(shapes, bool(sent), tokens, settings) if own.r else [dense]
-    of_dense = exchanged(links, group, "dense", tokens, 0, own.N)
+    shapes = factors(group, divide, linear, links.tp)
+    sent = exchanged(links, group, divide, tokens, linear.r or 0, linear.N)
+    dense = plan_xw(tokens, linear.K, linear.N, *settings.machine)
+    plans = _plans(shapes, bool(sent), tokens, settings) if linear.r else [dense]
+    of_dense = exchanged(links, group, "dense", tokens, 0, linear.N)
     links_ms, dense_links_ms = (
         sum([each.ms for each in collectives]) for collectives in (sent, of_dense)
     )
@@ -54,7 +59,7 @@ def _row(
         "tp": links.tp,
         "divide": divide,
         "shards": [list(shape) for shape in shapes],
-        "weight_dtype": own.stored or settings.dtype,
+        "weight_dtype": linear.stored or settings.dtype,
         "target": links.target,
         "blocks": [plan.arguments for plan in plans],
         "collectives": [each._asdict() for each in sent],

@@ -144,9 +144,9 @@ def fail_once(message: str, code: int, is_echo: bool = False) -> int:
         if silent:
             names = ", ".join(map(str, silent))
             message, code = f"worker {names} of {_job.count} was killed, or does not answer", 1
-        own = json.dumps([_job.index, code, message])
-        cause = _job.store.compare_set("cause", "", own).decode()
-        if cause != own:
+        cause_here = json.dumps([_job.index, code, message])
+        cause = _job.store.compare_set("cause", "", cause_here).decode()
+        if cause != cause_here:
             return json.loads(cause)[1]
     except RuntimeError:
         pass  # the store was in a process that is gone: each says what it knows

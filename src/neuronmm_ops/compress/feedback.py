@@ -82,8 +82,8 @@ def round_columns(
     rounded, scale, whole = torch.empty_like(v), scales_of(v, storage), whole_scale(v, storage)
     for start in range(0, v.shape[1], COLUMNS):
         part = slice(start, min(start + COLUMNS, v.shape[1]))
-        own = None if whole is None else whole[part]
-        rounded[:, part], scale[..., part] = round_rows(v[:, part], feed, storage, own)
+        whole_part = None if whole is None else whole[part]
+        rounded[:, part], scale[..., part] = round_rows(v[:, part], feed, storage, whole_part)
         errors = v[:, part] - rounded[:, part] * storage.spread(scale[..., part], len(v))
         inside = torch.linalg.solve_triangular(upper[part, part], errors, upper=True, left=False)
         v[:, part.stop :].addmm_(inside, upper[part, part.stop :], alpha=-1)

@@ -53,7 +53,9 @@ def time_us(
         group: of `group_of`, where there are several ranks.
     """
     K, N, r, stored = linear
-    own = linear._replace(K=ceil(K / tp)) if group in BY_ROWS else linear._replace(N=ceil(N / tp))
+    divided = (
+        linear._replace(K=ceil(K / tp)) if group in BY_ROWS else linear._replace(N=ceil(N / tp))
+    )
     links, together = Collectives(target, lnc, tp), len(GROUPS[group])
     # by columns, rows of u would cost a launch that cuts x
     many: tuple[Layout, ...] = ("sum", "both", "rows") if group in BY_ROWS else ("sum", "both")
@@ -68,7 +70,7 @@ def time_us(
         return 1e3 * sum([each.ms for each in sent]) / together
 
     def pair_us(r: int, layout: Layout) -> float:
-        first, second = factors(group, layout, own._replace(r=r), tp)
+        first, second = factors(group, layout, divided._replace(r=r), tp)
         if layout == "sum":
             return launch_us(first, second) + sent_us(layout, r)
         return launch_us(first) + launch_us(second) + sent_us(layout, r)
@@ -78,7 +80,7 @@ def time_us(
         return min([pair_us(parts, layout) for layout in layouts])
 
     if r is None:
-        return launch_us((own.K, own.N)) + sent_us("dense", 0)
+        return launch_us((divided.K, divided.N)) + sent_us("dense", 0)
     # an allocation asks for hundreds of ranks, and a plan takes a second: some are planned
     step = -(-min(K, N) // (PLANNED_RANKS * PARTITIONS)) * PARTITIONS
     least, share = divmod(r, step)

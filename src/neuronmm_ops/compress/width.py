@@ -87,14 +87,14 @@ def kept_width(
     inner = inner_features(model, mlps)
     costs = _costs(model, config, dtypes, only_text)
     names = {module: name for name, module in model.named_modules()}
-    own = [names[linear] for mlp in mlps.values() for linear in (*mlp.into, mlp.down)]
-    missing = next((name for name in own if name not in costs), None)
+    linears = [names[linear] for mlp in mlps.values() for linear in (*mlp.into, mlp.down)]
+    missing = next((name for name in linears if name not in costs), None)
     if missing:
         raise ValueError(
             f"prune_share narrows all MLPs, {missing} is not among the targets; add mlp to them"
         )
     removed = config.ratio * config.prune_share * sum(costs.values())
-    left = inner * (1 - removed / sum(costs[name] for name in own))
+    left = inner * (1 - removed / sum(costs[name] for name in linears))
     kept = min(whole_blocks(left, config.block, up=config.prune_share < 1), inner)
     if not 0 < kept < inner:
         raise ValueError(

@@ -71,7 +71,7 @@ def layer_error_ratio(problem: Problem, tensors: tuple[Any, ...], results: Any) 
     wide, plain = [_reference(problem, tensors, each) for each in (torch.float64, None)]
     outputs = zip(results, wide, plain, strict=True)
     return max(
-        [error_ratio(actual.view(exact.shape), exact, own) for actual, exact, own in outputs]
+        [error_ratio(actual.view(exact.shape), exact, same) for actual, exact, same in outputs]
     )
 
 

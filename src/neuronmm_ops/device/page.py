@@ -135,9 +135,9 @@ def text(record: Record, document: dict[str, Any], missing: int) -> str:
             f"{line['modelled_us']:.1f}; the graph takes {line['graph_us']:.1f} us besides."
         )
     for step in dict.fromkeys([row["step"] for row in rows]):
-        own = [row for row in rows if row["step"] == step]
-        timed = [row for row in own if row["measured_us"] is not None]
-        others = [row for row in own if row["reason"]]
+        of_step = [row for row in rows if row["step"] == step]
+        timed = [row for row in of_step if row["measured_us"] is not None]
+        others = [row for row in of_step if row["reason"]]
         parts.append(f"## {step.capitalize()}")
         if timed:
             columns = (

@@ -166,8 +166,8 @@ def _measured(
     try:
         for step, share in SHARES.items():
             deadline += 60 * minutes * share
-            own = [item for item in items if item.step == step]
-            for done, item in enumerate(own, 1):
+            of_step = [item for item in items if item.step == step]
+            for done, item in enumerate(of_step, 1):
                 if not record.has(step, item.name):
                     row = _row(item, worker, deadline - time.monotonic())
                     if row is None:
@@ -175,7 +175,7 @@ def _measured(
                     record = record.with_row(row)
                     yield record
                 if progress is not None:
-                    progress(step, done, len(own))
+                    progress(step, done, len(of_step))
     finally:
         worker.end()
 
@@ -240,10 +240,10 @@ def measure_layers(runner: Runner, case: KernelCase, layers: int) -> Found:
 
 def measure_model(runner: Runner, phase: str) -> Found:
     """Run the demo model: its logits [passes, V] by the CPU's, its tokens by those in float32."""
-    lm, pieces, own = model.compressed(), model.pieces(), model.PHASES[phase]
-    plain = model.reference(lm, pieces)[own]
-    exact = model.reference(deepcopy(lm).float(), pieces)[own]
-    samples = runner.passes(lm, pieces)[own]
+    lm, pieces, piece = model.compressed(), model.pieces(), model.PHASES[phase]
+    plain = model.reference(lm, pieces)[piece]
+    exact = model.reference(deepcopy(lm).float(), pieces)[piece]
+    samples = runner.passes(lm, pieces)[piece]
     actual = torch.cat([sample.outputs[0] for sample in samples])
     ratio = error_ratio(actual, exact.double(), plain)
     time_us = median([sample.time_us for sample in samples])

@@ -93,8 +93,8 @@ class Maker:
         tokenizer = load_tokenizer(directory)
         ids = encode_documents(tokenizer, [read_text(text)])
         check_ids(model, ids, "text")
-        own, held_out = hold_out(ids, min(SEQLEN, block_length(model, None)))
-        return cls(directory, tokenizer, text, own, held_out, steps, progress)
+        calibration, held_out = hold_out(ids, min(SEQLEN, block_length(model, None)))
+        return cls(directory, tokenizer, text, calibration, held_out, steps, progress)
 
     def grid(self) -> list[DraftConfig]:
         """Candidates in the model's dtype; layers that turn their inputs most are kept."""

@@ -57,12 +57,12 @@ def modelled(model: str, draft: str, ahead: Sequence[int], target: str) -> Costs
     Raises:
         ValueError: sizes that no kernel is planned for.
     """
-    shape, own = resolve_shape(model), resolve_shape(draft)
+    shape, draft_shape = resolve_shape(model), resolve_shape(draft)
     on: dict[str, Any] = {"target": target, "lnc": 1, "tp": 1, "batch": 1}
-    record = recorded(draft, own)
+    record = recorded(draft, draft_shape)
     assert record is not None  # `draft` was written by this package
     dense = Decoder.uniform(shape, linears(shape), **on)
-    low_rank = Decoder(whole=own, **record.own._asdict(), **on)
+    low_rank = Decoder(whole=draft_shape, **record.own._asdict(), **on)
 
     def pass_ms(decoder: Decoder, tokens: int) -> float:
         return pass_times(decoder, tokens, MODELLED_CACHED)[ENDS[0]]

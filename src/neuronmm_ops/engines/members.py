@@ -158,16 +158,16 @@ class Member(nn.Module):
             raise CheckpointError(
                 f"{name}: config.json asks for {expected}, the file has {actual}; {MISMATCH}"
             )
-        own = getattr(self, key)
+        kept = getattr(self, key)
         if is_rehearsal:  # without `cut`, whose copies would be counted, too
-            loaded = torch.empty_like(own, device="meta")
+            loaded = torch.empty_like(kept, device="meta")
             loaded.copy_(torch.empty_like(loaded))
             return
         part = self.cut(key, whole, self.place.rank)
-        if own.is_meta:  # packed
-            own = nn.Parameter(torch.empty_like(own, device=part.device), requires_grad=False)
-            setattr(self, key, own)
-        own.data.copy_(part)
+        if kept.is_meta:  # packed
+            kept = nn.Parameter(torch.empty_like(kept, device=part.device), requires_grad=False)
+            setattr(self, key, kept)
+        kept.data.copy_(part)
         self.missing = (self.missing or set(self.shapes)) - {key}
         if not self.missing:
             self.check()
@@ -201,8 +201,8 @@ class Member(nn.Module):
         if self.place.kind == "column" and key not in ("u", "u_scale"):
             shape[dim] = self.width
             ends = [sum(s.size for s in self.sections[:at]) for at in range(len(self.sections))]
-            own = [section.own(rank, tp) for section in self.sections]
-            moved = [slice(s.start + at, s.stop + at) for s, at in zip(own, ends, strict=True)]
+            slices = [section.own(rank, tp) for section in self.sections]
+            moved = [slice(s.start + at, s.stop + at) for s, at in zip(slices, ends, strict=True)]
             return dim, moved, tuple(shape)
         own_part = part(shape[dim], rank, tp, key, padded=True)
         shape[dim] = part_width(shape[dim], tp)
@@ -216,10 +216,10 @@ class Member(nn.Module):
         dim, slices, shape = self.part(key, rank)
         at, result = 0, None
         widths = [section.width for section in self.sections]
-        for own, width in zip(slices, widths if len(slices) > 1 else [shape[dim]], strict=True):
+        for source, width in zip(slices, widths if len(slices) > 1 else [shape[dim]], strict=True):
             # An empty slice of a file is an error: a rank without a column reads one and drops it.
-            count = own.stop - own.start
-            rows = view[(slice(None),) * dim + (own if count else slice(0, 1),)]
+            count = source.stop - source.start
+            rows = view[(slice(None),) * dim + (source if count else slice(0, 1),)]
             if result is None:
                 result = rows.new_zeros(shape)
             rows = rows.narrow(dim, 0, min(count, rows.shape[dim]))

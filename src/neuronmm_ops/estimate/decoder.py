@@ -97,9 +97,9 @@ class Decoder(Ranks):
             lengths: tokens in the cache with the pass's own, each with its share of the passes.
         """
         H, layers, M = self.whole.hidden_size, self.whole.layers, self.batch * tokens
-        own, machine = self.shape, self.machine
-        heads: dict[str, Any] = {"heads": own.heads, "kv_heads": own.kv_heads, **machine}
-        heads |= {"head_dim": own.head_dim, "head_norm": own.head_norm, "batch": self.batch}
+        shape, machine = self.shape, self.machine
+        heads: dict[str, Any] = {"heads": shape.heads, "kv_heads": shape.kv_heads, **machine}
+        heads |= {"head_dim": shape.head_dim, "head_norm": shape.head_norm, "batch": self.batch}
 
         def norm(rows: int, residual: bool) -> list[Way]:
             return [Way((plan_rms_norm(rows, H, residual=residual, **machine),))]

@@ -48,7 +48,7 @@ class PassCost(NamedTuple):
     def plus(self, other: PassCost, times: float = 1) -> PassCost:
         """The sum of this and so many of the other."""
         both = zip(self.times_ms, other.times_ms, strict=True)
-        times_ms = tuple([own + times * more for own, more in both])
+        times_ms = tuple([time_ms + times * more for time_ms, more in both])
         return PassCost(times_ms, self.hbm_bytes + times * other.hbm_bytes)
 
 

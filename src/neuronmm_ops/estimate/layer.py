@@ -72,25 +72,25 @@ class Part:
         beside = Way(self._beside(M, dense))
         if not low:
             return self._allowed([beside], "qkv", "dense")
-        ways = [Way(tuple([launch for own in low for launch in self._linear(M, own)]))]
+        ways = [Way(tuple([launch for linear in low for launch in self._linear(M, linear)]))]
         if not dense and _alike(low):
-            matrices = tuple([factor for own in low for factor in own.shapes])
+            matrices = tuple([factor for linear in low for factor in linear.shapes])
             ways.append(Way(self.on.op("svd_qkv", M, matrices, low[0].stored)))
         ways = self._allowed(ways, "qkv", "one")
         if self.on.tp > 1:
-            seconds = [launch for own in low for launch in self._second(M, own)]
+            seconds = [launch for linear in low for launch in self._second(M, linear)]
             firsts = self._firsts(M, "qkv", DIVIDES[1:])
             ways += [first.then(Way(tuple(seconds))) for first in firsts]
         return [beside.then(way) for way in ways]
 
     def _output(self, M: int) -> list[Way]:
-        own = self.own("o_proj")
-        whole = [Way(self._linear(M, own), self.on.links.all_reduce(M, own.N))]
-        if own.r is None:
+        linear = self.own("o_proj")
+        whole = [Way(self._linear(M, linear), self.on.links.all_reduce(M, linear.N))]
+        if linear.r is None:
             return self._allowed(whole, "o", "dense")
         if self.on.tp == 1:
             return whole
-        first = Way(self.on.op("xw", M, own.shapes[:1], own.stored))
+        first = Way(self.on.op("xw", M, linear.shapes[:1], linear.stored))
         lasts = self._lasts(M, "o")
         return self._allowed(whole, "o", "sum") + [first.then(last) for last in lasts]
 
@@ -179,14 +179,14 @@ class Part:
 
     def _firsts(self, M: int, group: Group, layouts: Sequence[Layout] = DIVIDES) -> list[Way]:
         """x [M, K] and the first factors of a group that is cut by columns, side by side."""
-        own, _ = _split([self.own(name) for name in GROUPS[group]])
-        if not own:
+        pairs, _ = _split([self.own(name) for name in GROUPS[group]])
+        if not pairs:
             return self._allowed([Way()], group, "dense")
-        K, R = own[0].K, sum([each.r or 0 for each in own])
+        K, R = pairs[0].K, sum([each.r or 0 for each in pairs])
         ways: list[Way] = []
         for layout in layouts[: 1 if self.on.tp == 1 else None]:
-            shapes = [factors(group, layout, each, self.on.tp)[0] for each in own]
-            firsts = [Linear(*s, None, each.stored) for s, each in zip(shapes, own, strict=True)]
+            shapes = [factors(group, layout, each, self.on.tp)[0] for each in pairs]
+            firsts = [Linear(*s, None, each.stored) for s, each in zip(shapes, pairs, strict=True)]
             launches = self._beside(M, firsts)
             if layout == "rows":
                 launches = (self._own_columns(M, K), *launches)
@@ -197,14 +197,14 @@ class Part:
     def _lasts(self, M: int, group: Group) -> list[Way]:
         """The sum over the ranks, and the second factor of a pair that is cut by rows."""
         (name,) = GROUPS[group]
-        own = self.own(name)
-        r, N = own.r, own.N
+        linear = self.own(name)
+        r, N = linear.r, linear.N
         if r is None:
             return self._allowed([Way((), self.on.links.all_reduce(M, N))], group, "dense")
         ways: list[Way] = []
         for layout in DIVIDES[: 1 if self.on.tp == 1 else None]:
-            _, second = factors(group, layout, own, self.on.tp)
-            launches = self.on.op("xw", M, (second,), own.stored)
+            _, second = factors(group, layout, linear, self.on.tp)
+            launches = self.on.op("xw", M, (second,), linear.stored)
             sent = exchanged(self.on.links, group, layout, M, r, N)
             ways += self._allowed([Way(launches, sent)], group, layout)
         return ways
@@ -220,13 +220,13 @@ class Part:
 
     # --- launches
 
-    def _linear(self, M: int, own: Linear) -> tuple[PlannedKernel, ...]:
+    def _linear(self, M: int, linear: Linear) -> tuple[PlannedKernel, ...]:
         """A Linear by itself."""
-        return self.on.op("xw" if own.r is None else "xuv", M, own.shapes, own.stored)
+        return self.on.op("xw" if linear.r is None else "xuv", M, linear.shapes, linear.stored)
 
-    def _second(self, M: int, own: Linear) -> tuple[PlannedKernel, ...]:
+    def _second(self, M: int, linear: Linear) -> tuple[PlannedKernel, ...]:
         """A Linear without the first factor of its pair."""
-        return self.on.op("xw", M, own.shapes[-1:], own.stored)
+        return self.on.op("xw", M, linear.shapes[-1:], linear.stored)
 
     def _beside(self, M: int, dense: Sequence[Linear]) -> tuple[PlannedKernel, ...]:
         """One product with the matrices that are stored alike side by side."""

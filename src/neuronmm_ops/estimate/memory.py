@@ -28,10 +28,10 @@ def memory_of(decoder: Decoder, prompt: int, new: int, taken: Taken = WHOLE) -> 
         new: tokens after it.
         taken: as `weight_bytes`.
     """
-    whole, own = decoder.whole, decoder.shape
-    cache = 2 * whole.layers * own.kv_heads * own.head_dim * decoder.batch * (prompt + new)
-    qkv = (own.heads + 2 * own.kv_heads) * own.head_dim
-    widest = max(qkv + own.heads * own.head_dim, 2 * own.intermediate_size)
+    whole, shape = decoder.whole, decoder.shape
+    cache = 2 * whole.layers * shape.kv_heads * shape.head_dim * decoder.batch * (prompt + new)
+    qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    widest = max(qkv + shape.heads * shape.head_dim, 2 * shape.intermediate_size)
     tokens = decoder.batch * prompt
     machine = resolve_target(decoder.target)
     return {
@@ -51,18 +51,18 @@ def weight_bytes(decoder: Decoder, taken: Taken = WHOLE) -> int:
         decoder: the model.
         taken: layouts; whole factors where a group has none.
     """
-    whole, own = decoder.whole, decoder.shape
+    whole, shape = decoder.whole, decoder.shape
     H, head = whole.hidden_size, decoder.head
     total = ITEMSIZE * H * (2 * whole.layers + 1)
     if whole.head_norm:
         total += ITEMSIZE * 2 * whole.head_dim * whole.layers
     if not whole.tied or head.stored or head.r:
-        total += ITEMSIZE * H * own.vocab_size
+        total += ITEMSIZE * H * shape.vocab_size
     for number, part in enumerate(decoder.layers):
         groups = PARTS[part.component]
         each = [layer_bytes(part, group, taken.get((number, group), ())) for group in groups]
         total += part.layers * sum(each)
-    return total + head._replace(N=own.vocab_size).bytes
+    return total + head._replace(N=shape.vocab_size).bytes
 
 
 def everywhere(decoder: Decoder, layout: Layout) -> Taken:
@@ -76,8 +76,8 @@ def everywhere(decoder: Decoder, layout: Layout) -> Taken:
 
 def layer_bytes(part: Part, group: Group, layouts: Collection[Layout]) -> int:
     """Bytes of the weights that a rank holds of one group of a layer's Linears."""
-    own = [part.own(name) for name in GROUPS[group]]
-    return sum([held_bytes(group, layouts or ("one",), each, part.on.tp) for each in own])
+    linears = [part.own(name) for name in GROUPS[group]]
+    return sum([held_bytes(group, layouts or ("one",), each, part.on.tp) for each in linears])
 
 
 def fits(memory: Mapping[str, int]) -> bool:

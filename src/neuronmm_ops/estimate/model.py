@@ -47,9 +47,9 @@ def run_each(
         OSError: as `run`.
     """
     each = [replace(options, tp=tp) for tp in dict.fromkeys(ranks)]
-    for own in each:
-        prepared(model, own)
-    return [run(model, own, progress) for own in each]
+    for one in each:
+        prepared(model, one)
+    return [run(model, one, progress) for one in each]
 
 
 def run(
@@ -199,8 +199,8 @@ def _speedups(rows: list[dict[str, Any]], asked: Mapping[str, tuple[str, str]]) 
         if ours not in times or theirs not in times:
             continue
         speedups[name] = {"of": ours, "over": theirs}
-        for phase, own in times[ours].items():
-            both = own, times[theirs][phase]
+        for phase, times_of_ours in times[ours].items():
+            both = times_of_ours, times[theirs][phase]
             speedups[name][phase] = {**compared(*both), "by_model": ratios_of(*both)}
         speedups[name]["decode"]["as_served"] = speedup_as_served(decodes[ours], decodes[theirs])
         one = [decodes[each]["one_launch"] for each in (ours, theirs)]

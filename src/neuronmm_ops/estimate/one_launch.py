@@ -91,8 +91,8 @@ def layers_cost(
     for kind in decoder.kinds:
         plan = _plan(decoder, kind, max(lengths), tokens)
         most = max(1, MAX_INSTRUCTIONS // plan.instructions)
-        own = -(-kind.layers // most)
-        launches += own
+        firsts = -(-kind.layers // most)
+        launches += firsts
         for T, share in lengths.items():
             others = others_of(decoder.shape, decoder.batch, T, _read(plan.problem))
             at = replace(plan.problem, others=others)
@@ -101,8 +101,8 @@ def layers_cost(
                 for count in (1, 1 + FURTHER)
             ]
             further = several.plus(first, -1)
-            total = total.plus(first, share * own)
-            total = total.plus(further, share * (kind.layers - own) / FURTHER)
+            total = total.plus(first, share * firsts)
+            total = total.plus(further, share * (kind.layers - firsts) / FURTHER)
     return total, launches
 
 
@@ -165,11 +165,11 @@ def _plan(decoder: Decoder, kind: Kind, T: int, tokens: int = 1) -> Plan:
         layout: Layout = "both" if group in BY_ROWS else "rows"
         for name in names:
             K, N = decoder.shape.projections[name]
-            own = kind.linears[name]._replace(K=K, N=N)
-            shapes = factors(group, layout, own, decoder.tp)
+            linear = kind.linears[name]._replace(K=K, N=N)
+            shapes = factors(group, layout, linear, decoder.tp)
             features += [shapes[0][0]] * (group not in BY_ROWS)
             matrices += shapes
-            stored += [own.stored] * len(shapes)
+            stored += [linear.stored] * len(shapes)
     return plan_op(
         *("decoder_layer", M, tuple(matrices), DTYPE, decoder.target, decoder.lnc),
         weight_dtype=several(stored),

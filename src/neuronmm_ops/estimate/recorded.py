@@ -154,10 +154,10 @@ def _layers(
     each = [dict(dense) for _ in range(shape.layers)]
     for layer in layers:
         number, name = _place(layer, shape)
-        for own in each if number is None else [each[number]]:
-            own[name] = linear(layer, dense[name])
-    counted = Counter([tuple(own.items()) for own in each])
-    kinds = [Kind(dict(own), count) for own, count in counted.items()]
+        for by_name in each if number is None else [each[number]]:
+            by_name[name] = linear(layer, dense[name])
+    counted = Counter([tuple(by_name.items()) for by_name in each])
+    kinds = [Kind(dict(by_name), count) for by_name, count in counted.items()]
     return Layers(tuple(kinds), each[0][HEAD])
 
 

@@ -125,8 +125,8 @@ def prepared(model: str, options: Options) -> Subject:
     check_capacity(dense, memory_of(dense, options.prompt, options.new))
     draft = None
     if options.draft is not None:
-        own, layers = _draft(options.draft, decoders["low_rank"])
-        draft = Decoder(whole=own, **layers._asdict(), **on)
+        draft_shape, layers = _draft(options.draft, decoders["low_rank"])
+        draft = Decoder(whole=draft_shape, **layers._asdict(), **on)
     return Subject(decoders, about, speedups, left_out, draft)
 
 
@@ -143,14 +143,14 @@ def _draft(named: str, low_rank: Decoder) -> tuple[ModelShape, Layers]:
             )
         kinds = (low_rank.kinds[0]._replace(layers=int(named)),)
         return replace(shape, layers=int(named)), Layers(kinds, low_rank.head)
-    own = resolve_shape(named)
-    if own.vocab_size != shape.vocab_size:
+    draft_shape = resolve_shape(named)
+    if draft_shape.vocab_size != shape.vocab_size:
         raise ValueError(
-            f"a draft has its model's vocabulary: {own.name} has {own.vocab_size} tokens, "
-            f"{shape.name} {shape.vocab_size}"
+            f"a draft has its model's vocabulary: {draft_shape.name} has "
+            f"{draft_shape.vocab_size} tokens, {shape.name} {shape.vocab_size}"
         )
-    record = recorded(named, own)
-    return own, _alike(own, linears(own)) if record is None else record.own
+    record = recorded(named, draft_shape)
+    return draft_shape, _alike(draft_shape, linears(draft_shape)) if record is None else record.own
 
 
 def _ratio(options: Options) -> float:

@@ -24,8 +24,8 @@ def save_memory_(
     if not model.supports_gradient_checkpointing:
         return False
     probe = ids[:1, :PROBE_TOKENS]
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    needed = saved_bytes(lambda: objective(probe), own) * ids.numel() / probe.numel()
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    needed = saved_bytes(lambda: objective(probe), parameters) * ids.numel() / probe.numel()
     if needed <= USABLE * _free_bytes(ids.device):
         return False
     # Transformers has renamed the method, and warns where the old name is called.

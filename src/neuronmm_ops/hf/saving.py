@@ -168,12 +168,12 @@ def verify(
                 f"{len(info[kind])} {kind.replace('_', ' ')}, first {name}"
             )
     for name, layer in dense_linears(loaded).items():
-        own = dense_linear(model.get_submodule(name))
+        here = dense_linear(model.get_submodule(name))
         # A square weight would load as it is, and mean its transpose.
-        if own is not None and own.is_transposed != layer.is_transposed:
+        if here is not None and here.is_transposed != layer.is_transposed:
             raise CheckpointError(
                 f"what was written is not the model, and is removed: {name} is "
-                f"{type(own.module).__name__} here and {type(layer.module).__name__} when loaded, "
+                f"{type(here.module).__name__} here and {type(layer.module).__name__} when loaded, "
                 "which hold their weights transposed; put the architecture's own module back"
             )
     if expected is None:
@@ -193,8 +193,8 @@ def _record(model: PreTrainedModel, report: CompressionReport | None) -> None:
     source = report or recorded
     if source is None:
         raise ValueError("the model's config records no compressed layer; see compress_ and swap_")
-    own = compressed_layers(model)
-    kinds = {name: (module.rank, module.storage) for name, module in own.items()}
+    compressed = compressed_layers(model)
+    kinds = {name: (module.rank, module.storage) for name, module in compressed.items()}
     layers = _by_name(model, recorded.layers if recorded else ())
     # Layers that were replaced after they were recorded are left out.
     layers = {
@@ -211,7 +211,7 @@ def _record(model: PreTrainedModel, report: CompressionReport | None) -> None:
             f"{odd[0] if odd else 'none'}; use the report of the run that compressed this model"
         )
     named = tuple(
-        replace(layer, name=name, compute=own[name].compute if name in own else "x")
+        replace(layer, name=name, compute=compressed[name].compute if name in compressed else "x")
         for name, layer in layers.items()
     )
     attach(model, replace(source, layers=named))

@@ -101,8 +101,8 @@ def fuse_decoder_(model: M, layers: int = 1) -> M:
         _check([name], [named[name]])
     groups: list[list[str]] = []
     for _, run in groupby(named, lambda name: (name.rpartition(".")[0], _kind(named[name]))):
-        own = list(run)
-        groups += [own[start : start + layers] for start in range(0, len(own), layers)]
+        of_run = list(run)
+        groups += [of_run[start : start + layers] for start in range(0, len(of_run), layers)]
     for names in groups:
         if len(names) > 1:
             _check(names, [named[name] for name in names])
@@ -207,8 +207,8 @@ def _check(names: Sequence[str], group: Sequence[Any]) -> None:
             raise ValueError("its forward is replaced; remove the hooks, or load it on one device")
         operands, weight = [_operands(layer) for layer in group], group[0].input_layernorm.weight
         caches: list[Tensor] = []
-        for own in operands:
-            heads, d = own.linears[1].features[1] // own.head_dim, own.head_dim
+        for each in operands:
+            heads, d = each.linears[1].features[1] // each.head_dim, each.head_dim
             caches += [weight.new_empty(1, heads, d, 1), weight.new_empty(1, heads, 1, d)]
         x, table = weight.new_empty(1, 1, len(weight)), weight.new_empty(1, 1, operands[0].head_dim)
         place = torch.zeros(1, dtype=torch.int32, device=weight.device)

@@ -60,9 +60,9 @@ def _fake(spec: OpSpec) -> Callable[..., Results]:
 
     def fake(*args: Any) -> Results:
         arguments = spec.complete(args, {})
-        own = spec.of(arguments)
-        own.check(*arguments)
-        shapes = own.result_shapes(own.split(arguments)[0])
+        spec_here = spec.of(arguments)
+        spec_here.check(*arguments)
+        shapes = spec_here.result_shapes(spec_here.split(arguments)[0])
         return spec.returned([args[0].new_empty(shape) for shape in shapes])
 
     return fake
@@ -243,11 +243,11 @@ def _gradients(spec: OpSpec) -> Callable[..., tuple[Tensor | None, ...]]:
         grad = grad_rows[0] if len(grad_rows) == 1 else tuple(grad_rows)
         of_tensors = of_spec(grad, needs, *values, *integers, *options[:choices])
         result: list[Tensor | None] = [None] * len(needs)
-        for place, own in zip(places, of_tensors, strict=True):
-            if own is not None and place in spec.activations:
-                result[place] = own.view(operands[place].shape)
+        for place, gradient in zip(places, of_tensors, strict=True):
+            if gradient is not None and place in spec.activations:
+                result[place] = gradient.view(operands[place].shape)
             else:
-                result[place] = own
+                result[place] = gradient
         of_sizes = grad_rows  # not split in one: of a DTensor cut there, that would gather
         if biases and len(sizes) > 1:
             widths = iter(spec.widths(operands))
@@ -255,7 +255,7 @@ def _gradients(spec: OpSpec) -> Callable[..., tuple[Tensor | None, ...]]:
                 (one, [next(widths) for _ in names])
                 for one, names in zip(grad_rows, spec.sides, strict=True)
             ]
-            of_sizes = [part for one, own in parts for part in one.split(own, dim=1)]
+            of_sizes = [part for one, gradient in parts for part in one.split(gradient, dim=1)]
         for place, n in biases.items():
             result[place] = of_sizes[n].sum(0) if needs[place] else None
         return tuple(result)

@@ -194,8 +194,8 @@ def _changes(
     """Say what differs from the checkpoint as the engine loads it."""
     whole: defaultdict[str, list[str]] = defaultdict(list)
     for layer in layers:
-        own = served.get(layer.name.removeprefix("model."))
-        if layer.storage is not None and (own is None or own.storage is None):
+        as_served = served.get(layer.name.removeprefix("model."))
+        if layer.storage is not None and (as_served is None or as_served.storage is None):
             whole[layer.storage].append(layer.name)
     for storage, names in whole.items():
         yield (

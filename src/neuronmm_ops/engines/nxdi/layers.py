@@ -109,9 +109,9 @@ class BlockMLP(nn.Module):
             )
         layers = [self.get_submodule(name) for name in (*COLUMNS["mlp"], ROWS["mlp"])]
         gate, up, down = layers
-        own = [each for each in layers if isinstance(each, Member)]
-        if len(own) == 3:
-            return gated_mlp(x, own[0], own[1], own[2], ranks, act)
+        members = [each for each in layers if isinstance(each, Member)]
+        if len(members) == 3:
+            return gated_mlp(x, members[0], members[1], members[2], ranks, act)
         gated, raised = _columns((gate, up), x, ranks, adapter_ids)
         inner = self.act_fn(gated) * raised
         if not isinstance(down, Member):
@@ -166,16 +166,16 @@ class BlockQKV(nn.Module):
         parent: Any = super()
         sizes: dict[str, int] = {}
         for keys in (("v", "w", "weight"), ("v_scale", "w_scale"), ("bias",)):
-            own = {name: next((k for k in keys if k in states[name]), None) for name in layers}
-            if not any(own.values()):
+            key_of = {name: next((k for k in keys if k in states[name]), None) for name in layers}
+            if not any(key_of.values()):
                 continue
             rows: dict[str, Tensor] = {}
-            for name, key in own.items():
+            for name, key in key_of.items():
                 tensor = torch.zeros(sizes[name]) if key is None else states[name][key]
                 rows[f"{outer}.{name}.weight"] = _as_rows(key, tensor)
                 sizes.setdefault(name, len(_as_rows(key, tensor)))
             parent.preshard_hook(rows, prefix)
-            for name, key in own.items():
+            for name, key in key_of.items():
                 if key is not None:
                     heads = rows[f"{path}.{name}.weight"]
                     is_vector = states[name][key].dim() == 1
@@ -222,38 +222,38 @@ def compress_layer(
         hidden_act: the config's.
     """
     attention, row_layer = layer.self_attn, layer.self_attn.o_proj.o_proj
-    own = {name.partition(".")[2]: record for name, record in records.items()}
+    by_name = {name.partition(".")[2]: record for name, record in records.items()}
     ranks = NxdRanks(row_layer)
-    if any(name in own for name in COLUMNS["self_attn"]):
-        _compress_qkv(attention.qkv_proj, own, divide, ranks)
-    if "o_proj" in own:
+    if any(name in by_name for name in COLUMNS["self_attn"]):
+        _compress_qkv(attention.qkv_proj, by_name, divide, ranks)
+    if "o_proj" in by_name:
         module = attention.o_proj
         K = module.num_attention_heads * module.head_dim
         options = (divide, ranks, module.dtype, module.bias)
-        module.o_proj = _member(replace(own["o_proj"], K=K), "row", *options)
+        module.o_proj = _member(replace(by_name["o_proj"], K=K), "row", *options)
         _become(module, "O", BlockO, ranks)
     if any(name.startswith("mlp.") for name in records):
         module, ranks = layer.mlp, NxdRanks(layer.mlp.down_proj)
         for name in (*COLUMNS["mlp"], ROWS["mlp"]):
-            if name in own:
+            if name in by_name:
                 dense, kind = getattr(module, name), "row" if name == ROWS["mlp"] else "column"
                 options = (divide, ranks, dense.weight.dtype, dense.bias is not None)
-                setattr(module, name, _member(own[name], kind, *options))
+                setattr(module, name, _member(by_name[name], kind, *options))
         _become(module, "MLP", BlockMLP, ranks)
         module.activation = _ACTIVATIONS.get(hidden_act)
 
 
 def _compress_qkv(
-    module: Any, own: Mapping[str, LayerReport], divide: Divide, ranks: NxdRanks
+    module: Any, records: Mapping[str, LayerReport], divide: Divide, ranks: NxdRanks
 ) -> None:
     # A fused weight goes: low-rank members share one gather anyway.
     bias = (module.Wqkv if module.fused_qkv else module.q_proj).bias is not None
     for name in COLUMNS["self_attn"]:
         heads = module.num_attention_heads if name == "q_proj" else module.num_key_value_heads
         size = heads * module.head_dim
-        if name in own:
+        if name in records:
             options = (divide, ranks, module.dtype, bias)
-            setattr(module, name, _member(replace(own[name], N=size), "column", *options))
+            setattr(module, name, _member(replace(records[name], N=size), "column", *options))
         elif module.fused_qkv:
             options = {"bias": bias, "gather_output": False, "dtype": module.dtype}
             options["tensor_model_parallel_group"] = ranks.group
@@ -324,8 +324,8 @@ def _columns(
     layers: Sequence[nn.Module], x: Tensor, ranks: NxdRanks, adapter_ids: Any
 ) -> list[Tensor]:
     """Call a block's column layers, the engine's dense ones too."""
-    own = [each for each in layers if isinstance(each, Member)]
-    products = iter(columns(x, own, [each.bias for each in own], ranks))
+    members = [each for each in layers if isinstance(each, Member)]
+    products = iter(columns(x, members, [each.bias for each in members], ranks))
     return [
         next(products) if isinstance(each, Member) else _dense(each, x, adapter_ids)
         for each in layers
@@ -376,6 +376,6 @@ def _put(
             is_cut = layer.dims[key] is not None
             count = range(layer.place.tp if is_cut else 1)
             made = torch.cat([layer.cut(key, whole, rank) for rank in count])
-            own = getattr(layer, key).dtype
-            made = made.view(own) if made.dtype in BITS.values() else made
+            dtype = getattr(layer, key).dtype
+            made = made.view(dtype) if made.dtype in BITS.values() else made
         state[f"{target}.{key}"] = made.contiguous()

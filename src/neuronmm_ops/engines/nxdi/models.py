@@ -220,9 +220,9 @@ def _compress_layers(layers: Any, config: Any, options: Any) -> None:
     recorded, divide = served_layers(config, options), divide_of(config, options)
     for index, layer in enumerate(layers):
         prefix = f"layers.{index}."
-        own = {n.removeprefix(prefix): r for n, r in recorded.items() if n.startswith(prefix)}
-        if own:
-            compress_layer(layer, own, divide, config.hidden_act)
+        of_layer = {n.removeprefix(prefix): r for n, r in recorded.items() if n.startswith(prefix)}
+        if of_layer:
+            compress_layer(layer, of_layer, divide, config.hidden_act)
 
 
 def _check_directory(directory: Path) -> None:

@@ -160,8 +160,8 @@ def check_options(config: Any, options: Any = None) -> None:
 
 def _problems(config: Any, options: Any, layers: Mapping[str, LayerReport]) -> Iterator[str]:
     for block, kernels in _KERNELS.items():
-        own = kernels if any(f".{block}." in name for name in layers) else ()
-        for option in own:
+        options_of_kernels = kernels if any(f".{block}." in name for name in layers) else ()
+        for option in options_of_kernels:
             if getattr(options, option, False):
                 yield (
                     f"{option} must be False for low-rank layers of {block}, got True; leave "

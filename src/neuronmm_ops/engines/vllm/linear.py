@@ -105,8 +105,8 @@ class LowRankLinearMethod(LinearMethodBase):
             replicas[1:] = [layer.num_kv_head_replicas] * 2
         pack = packing.packed if packing.packs() else None
         sections = member_sections(self.names, output_partition_sizes, replicas, self.place)
-        for name, record, own in zip(self.names, self.layers, sections, strict=True):
-            K, N = input_size, sum(section.size for section in own)
+        for name, record, parts in zip(self.names, self.layers, sections, strict=True):
+            K, N = input_size, sum(section.size for section in parts)
             if record is None:
                 record = LayerReport(name, K, N, None, True, None, None, 0, 0)
             if [K, N] != [record.K, record.N]:
@@ -114,7 +114,7 @@ class LowRankLinearMethod(LinearMethodBase):
                     f"{name}: config.json asks for [K, N] = {[record.K, record.N]}, the "
                     f"architecture has {[K, N]}; {MISMATCH}"
                 )
-            self.members.append(member_of(record, self.place, own, params_dtype, pack))
+            self.members.append(member_of(record, self.place, parts, params_dtype, pack))
         # No children of the layer: vLLM's reloading handles a module with its own tensors alone.
         layer.members = tuple(self.members)
         self.divided = torch.tensor(self._division())
@@ -248,8 +248,8 @@ class LowRankLinearMethod(LinearMethodBase):
             (member,) = members
             if not isinstance(member, Pair):
                 return member.product(x, bias)  # vLLM adds the parts
-            own = layer.bias if self.reduces and not layer.skip_bias_add else bias
-            return self.finished(member.low(x), own)
+            own_bias = layer.bias if self.reduces and not layer.skip_bias_add else bias
+            return self.finished(member.low(x), own_bias)
         widths = [member.width for member in members]
         biases = [None] * len(members) if bias is None else bias.split(widths)
         return joined(columns(x, members, biases, self.ranks))

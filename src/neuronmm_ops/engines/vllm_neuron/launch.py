@@ -82,16 +82,16 @@ class Kernels:
         results: list[Tensor] = []
         start = 0
         for part in parts:
-            own = slice(start, start + part.tokens)
+            rows = slice(start, start + part.tokens)
             operands = [
-                (t if len(parts) == 1 else t[own]).contiguous()
+                (t if len(parts) == 1 else t[rows]).contiguous()
                 if place in spec.activations and t is not None
                 else t
                 for place, t in enumerate(self._filled(spec, tensors))
             ]
             arguments = dict(zip(part.names, part.values, strict=True))
             results.append(self.callers[part.kernel](*operands, **arguments))
-            start = own.stop
+            start = rows.stop
         return results[0] if len(results) == 1 else torch.cat(results)
 
     @staticmethod

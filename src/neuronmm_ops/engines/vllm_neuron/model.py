@@ -116,7 +116,9 @@ def _multiply_out(attention: Any, layers: list[LayerReport], files: Files, tp: i
         q = part(queries.N, rank, tp, f"columns of {queries.name}")
         kv = part(keys.N, rank // sharing, tp // sharing, f"columns of {keys.name}")
         pairs = zip(layers, (q, kv, kv), strict=True)
-        return torch.cat([files.columns(layer, own) for layer, own in pairs], dim=1).to(dtype)
+        return torch.cat([files.columns(layer, columns) for layer, columns in pairs], dim=1).to(
+            dtype
+        )
 
     set_loader(attention.qkv_proj_weight, read)
 
@@ -138,8 +140,8 @@ def _divide_output(
     width = layer.N if layer.r is None else _EVEN * part_width(layer.r, _EVEN)
 
     def read(slices: list[Slice], rank: int) -> Tensor:
-        own = part(layer.K, rank, tp, f"rows of {layer.name}")
-        rows = files.matrix(layer, None if layer.r is None else 0, rows=own)
+        wanted = part(layer.K, rank, tp, f"rows of {layer.name}")
+        rows = files.matrix(layer, None if layer.r is None else 0, rows=wanted)
         return F.pad(rows, (0, width - rows.shape[1])).to(dtype)
 
     attention.o_proj_weight = parameter((layer.K // tp, width), dtype, read)
@@ -153,8 +155,8 @@ def _divide_output(
     attention.o_proj = output
 
     def expand_output(module: Any, args: Any, kwargs: dict[str, Any], h: Tensor) -> Tensor:
-        own = kwargs["attn_metadata"][metadata]
-        is_prefill = own["max_query_len"] > own["decode_token_threshold"]
+        state = kwargs["attn_metadata"][metadata]
+        is_prefill = state["max_query_len"] > state["decode_token_threshold"]
         return module.o_proj(h, is_prefill)
 
     attention.register_forward_hook(expand_output, with_kwargs=True)

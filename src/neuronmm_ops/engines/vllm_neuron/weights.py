@@ -41,8 +41,8 @@ def set_loaders(member: Member) -> None:
         return read
 
     for key in member.shapes:
-        own = getattr(member, key)
-        setattr(member, key, parameter(tuple(own.shape), own.dtype, transform(key)))
+        kept = getattr(member, key)
+        setattr(member, key, parameter(tuple(kept.shape), kept.dtype, transform(key)))
 
 
 def check_loading_(model: Any) -> None:
@@ -73,11 +73,11 @@ class Files:
     def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
         self.headers = headers
 
-    def columns(self, layer: LayerReport, own: slice) -> Tensor:
+    def columns(self, layer: LayerReport, wanted: slice) -> Tensor:
         """Return columns of a layer's matrix `[K, N]` in fp32; of a low-rank one, of u @ v."""
         if layer.r is None:
-            return self.matrix(layer, None, columns=own)
-        return self.matrix(layer, 0) @ self.matrix(layer, 1, columns=own)
+            return self.matrix(layer, None, columns=wanted)
+        return self.matrix(layer, 0) @ self.matrix(layer, 1, columns=wanted)
 
     def matrix(
         self, layer: LayerReport, factor: int | None, rows: slice = ALL, columns: slice = ALL

@@ -27,9 +27,9 @@ def gated_product(gate: NkiTensor, up: NkiTensor) -> NkiTensor:
     result_hbm = out_hbm.reshape((rows, columns))
     each = (columns + nl.num_programs(0) - 1) // nl.num_programs(0)
     first = each * nl.program_id(0)
-    own = min(each, columns - first)
-    for start in range(0, own, BLOCK):
-        size = min(BLOCK, own - start)
+    count = min(each, columns - first)
+    for start in range(0, count, BLOCK):
+        size = min(BLOCK, count - start)
         span = nl.ds(first + start, size)
         gate_sb = nl.ndarray((rows, size), dtype=gate.dtype)
         up_sb = nl.ndarray((rows, size), dtype=up.dtype)
@@ -51,9 +51,9 @@ def own_columns(x: NkiTensor, parts: int) -> NkiTensor:
     out_hbm = nl.ndarray((rows, columns), dtype=x.dtype, buffer=nl.shared_hbm)
     each = (rows + nl.num_programs(0) - 1) // nl.num_programs(0)
     first = each * nl.program_id(0)
-    own = min(each, rows - first)
-    if own > 0:
-        span = nl.ds(first, own)
+    count = min(each, rows - first)
+    if count > 0:
+        span = nl.ds(first, count)
         nisa.dma_copy(out_hbm[span, :], x[span, 0:columns])
     return out_hbm
 

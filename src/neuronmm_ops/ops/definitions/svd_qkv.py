@@ -62,9 +62,9 @@ def backward(
     """Return dx and the gradients of the six factors."""
     dx, gradients = None, list[Tensor | None]()
     grads = grad.split([v.shape[1] for v in factors[1::2]], dim=1)
-    for n, (own, u, v) in enumerate(zip(grads, factors[::2], factors[1::2], strict=True)):
+    for n, (grad_of_pair, u, v) in enumerate(zip(grads, factors[::2], factors[1::2], strict=True)):
         own_needs = (needs[0], *needs[2 * n + 1 : 2 * n + 3])
-        dx_own, du, dv = pair_backward(own, own_needs, x, u, v)
+        dx_own, du, dv = pair_backward(grad_of_pair, own_needs, x, u, v)
         dx = dx_own if dx is None or dx_own is None else dx + dx_own
         gradients += [du, dv]
     return dx, *gradients
