@@ -49,6 +49,17 @@ def test_a_class_name_means_one_thing():
     assert {name: places for name, places in defined.items() if len(places) > 1} == {}
 
 
+def test_no_variable_is_called_found():
+    """The word says that a search ended, not what came of it."""
+    bound: list[str] = []
+    for path in house.files(*house.SOURCES):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.arg if isinstance(node, ast.arg) else getattr(node, "id", None)
+            if name == "found":
+                bound.append(f"{path.relative_to(house.ROOT)}:{node.lineno}")
+    assert bound == []
+
+
 def test_long_signatures_are_those_with_a_reason():
     """Beside those of ops, their kernels and plans, whose arguments are an op's operands."""
     operands = ("src/neuronmm_ops/kernels", "src/neuronmm_ops/ops", "src/neuronmm_ops/plan")

@@ -184,7 +184,7 @@ class Iterations:
         use, visible, end = self.placer.uses[s], self.placer.visible, self.placer.times.end
         step = at * self._storages[s]
 
-        def found(by: dict[int, int]) -> Any:
+        def iterations_of(by: dict[int, int]) -> Any:
             boxes = s.layout.boxes
             return {
                 _shifted(s.layout, boxes[r], -step): (since(visible[i], i), since(end[i], i))
@@ -192,7 +192,7 @@ class Iterations:
             }
 
         latest = use.latest - self.floor, use.latest_engine
-        return latest, found(use.written_by), found(use.read_by)
+        return latest, iterations_of(use.written_by), iterations_of(use.read_by)
 
     def _loaded(self, at: int, number: int) -> Any:
         if self.placer.loaded is None:
