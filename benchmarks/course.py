@@ -1,4 +1,4 @@
-"""Kernels that others timed on devices, beside their modelled times.
+"""Kernels that others timed on devices, next to their modelled times.
 
 Stanford's CS149 has an exercise in NKI (github.com/stanford-cs149/asst4-trainium2): vectors are
 added, a matrix transposed, a convolution fused with its max-pool. Solutions are public, some with

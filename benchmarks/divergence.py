@@ -1,4 +1,4 @@
-"""How far a method moves a model from itself, at equal kept parameters; one dense byte beside it.
+"""How far a method moves a model from itself, at equal kept parameters; one dense byte next to it.
 
 Everything is computed in float32 and every model predicts the same tokens, so that nothing but the
 weights differs. KL has no first-order part: of small losses it is the better measure.

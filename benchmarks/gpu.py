@@ -1,4 +1,4 @@
-"""The ops on an NVIDIA GPU beside dense layers in bf16 and fp8, and beside cuBLAS's pairs."""
+"""The ops on an NVIDIA GPU next to dense layers in bf16 and fp8, and next to cuBLAS's pairs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

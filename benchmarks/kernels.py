@@ -1,4 +1,4 @@
-"""The package's NKI kernels beside NeuronMM's published ones, on the simulated NeuronCore.
+"""The package's NKI kernels next to NeuronMM's published ones, on the simulated NeuronCore.
 
 All times are modelled. A published kernel runs with the blocks that its authors published: at the
 paper's shape its signature defaults, with which the traffic of the paper's plots agrees; at a

@@ -1,4 +1,4 @@
-"""A decoder layer of one token: one launch beside separate ones, dense and low-rank; modelled."""
+"""A decoder layer of one token: one launch next to separate ones, dense and low-rank; modelled."""
 
 from __future__ import annotations
 

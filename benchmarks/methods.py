@@ -1,4 +1,4 @@
-"""The compression methods beside each other: perplexity of one model at several ratios."""
+"""The compression methods next to each other: perplexity of one model at several ratios."""
 
 import math
 from collections.abc import Mapping, Sequence

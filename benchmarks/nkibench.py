@@ -1,4 +1,4 @@
-"""Variants of NKIBench's kernels that others timed on a device, beside their modelled times.
+"""Variants of NKIBench's kernels that others timed on a device, next to their modelled times.
 
 KDA for Trainium (github.com/Jerry2423/kda-for-trainium) wrote them for AccelOpt's NKIBench
 (github.com/zhang677/AccelOpt) and measured each on "trn2, single-core", p50. That p50 is half a

@@ -1,4 +1,4 @@
-"""What a call of an op costs on tiny inputs, beside bare matmuls."""
+"""What a call of an op costs on tiny inputs, next to bare matmuls."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""NeuronMM's figures of block sizes, naive fusion and traffic beside the simulated core's."""
+"""NeuronMM's figures of block sizes, naive fusion and traffic next to the simulated core's."""
 
 from typing import Any
 

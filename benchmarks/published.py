@@ -1,4 +1,4 @@
-"""Published figures of NKI kernels beside what the simulated core predicts, and its score."""
+"""Published figures of NKI kernels next to what the simulated core predicts, and its score."""
 
 from __future__ import annotations
 

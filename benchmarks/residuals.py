@@ -1,4 +1,4 @@
-"""Q + U V: a coarse matrix and a low-rank correction of it, beside finer matrices of as many bytes.
+"""Q + U V: a coarse matrix and its low-rank correction, next to finer matrices of as many bytes.
 
 Both are found on the same calibration. Q is rounded as `compress` does it, errors fed back by the
 inputs' second moment H; `U V` is the best rank-r approximation of what is missing, by `tr(Dᵀ H D)`.

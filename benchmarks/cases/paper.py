@@ -22,9 +22,9 @@ NOTES = {
     "times the FLOPs, also quoted, is N = 4 K in 16 blocks of columns; M and r are ours.",
     TRAFFIC: "4.78x at 32K tokens is over a tutorial's kernel that keeps the sums of all tokens in "
     "SBUF, 64 MiB: a compiler spills them, the simulated core refuses. Our X W has blocks that fit "
-    "at any M: beside it, low rank and fusion save only the last ratio.",
+    "at any M: compared with it, low rank and fusion save only the last ratio.",
 }
-"""By section; what a ratio needs beside it."""
+"""By section; what a ratio needs next to it."""
 Sizes = tuple[int, int, int, int]
 """M, K, r and N."""
 

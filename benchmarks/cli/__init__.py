@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     description = "the cost of an op call"
     command = add_command(commands, "overhead", _overhead, show_rows, description)
     command.add_argument("--xla", action="store_true", help="time tracing on XLA tensors instead")
-    description = "the ops on an NVIDIA GPU, beside dense layers and cuBLAS's pairs"
+    description = "the ops on an NVIDIA GPU, next to dense layers and cuBLAS's pairs"
     add_command(commands, "gpu", _gpu, _show_gpu, description)
     return root
 

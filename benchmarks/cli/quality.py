@@ -25,14 +25,14 @@ def add(commands: Any) -> None:
         default=[0.2],
         help="fractions of parameters to remove (default 0.2)",
     )
-    description = "divergence by method, at equal kept parameters, beside dense one byte"
+    description = "divergence by method, at equal kept parameters, next to dense one byte"
     add_command(commands, "divergence", _divergence, _show_divergence, description)
     description = "the same of a model that others trained, of which nothing is spare"
     command = add_command(commands, "stories", _stories, _show_divergence, description)
     command.add_argument(
         "clones", type=Path, metavar="CLONES", help="a folder of the clones, named by their owners"
     )
-    description = "divergence by bytes: coarse matrices with a low-rank correction, beside dense"
+    description = "divergence by bytes: coarse matrices with a low-rank correction, next to dense"
     add_command(commands, "residuals", _residuals, _show_residuals, description)
 
 

@@ -24,11 +24,11 @@ def add(commands: Any) -> None:
     add_command(commands, "paper", _paper, _show_paper, description)
 
     description = (
-        "a decoder layer of one token in one launch beside separate ones; time is modelled"
+        "a decoder layer of one token in one launch next to separate ones; time is modelled"
     )
     add_command(commands, "layer", _layer, _show_layer, description)
 
-    description = "how quick neuroncore is on this machine: CPU seconds, beside NumPy; memory"
+    description = "how quick neuroncore is on this machine: CPU seconds, next to NumPy; memory"
     add_command(commands, "simulator", _simulator, _show_simulator, description)
 
     description = "AWS's dense MLP and layer for one token next to ours; time is modelled"
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
     command.add_argument("variants", type=Path, metavar="KDA", help="Jerry2423/kda-for-trainium")
     command.add_argument("nkibench", type=Path, metavar="ACCELOPT", help="zhang677/AccelOpt")
 
-    description = "kernels that students timed on devices, beside modelled times"
+    description = "kernels that students timed on devices, next to modelled times"
     command = add_command(commands, "course", _course, _show_course, description)
     command.add_argument(
         "clones", type=Path, metavar="CLONES", help="a folder of the clones, named by their owners"

@@ -119,7 +119,7 @@ def run(plan: Plan, corpus: Corpus, dense_dir: Path, kept: KeptPoints, page: Pat
     Args:
         plan: how much to do.
         corpus: the texts.
-        dense_dir: the dense model; compressed ones are written beside it.
+        dense_dir: the dense model; compressed ones are written next to it.
         kept: points of earlier runs, and then also of this one.
         page: where the report goes.
     """

@@ -128,7 +128,7 @@ def _speed_figure(results: Results, phase: TimedPhase) -> Figure:
 
 
 def dense_speed(results: Results, phase: TimedPhase) -> float:
-    """The dense model's tokens per second: the median over all points, each timed beside it."""
+    """The dense model's tokens per second: the median over all points, each timed next to it."""
     return statistics.median(point.speed.tokens_per_s("dense", phase) for point in results.points)
 
 

@@ -1,4 +1,4 @@
-"""What the demo shows of a model beside its perplexity and speed: a text sample."""
+"""What the demo shows of a model in addition to its perplexity and speed: a text sample."""
 
 from typing import Any, cast
 

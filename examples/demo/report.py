@@ -14,7 +14,7 @@ from neuronmm_ops.estimate.ends import spread
 
 
 def write_report(results: Results, path: Path) -> None:
-    """Write the page to `path`, whole or not at all: no file beside it is needed to read it."""
+    """Write the page to `path`, whole or not at all: no file next to it is needed to read it."""
     with replacing(path) as temporary:
         temporary.write_text(_page(results, draw(results)), encoding="utf-8")
 
@@ -35,7 +35,7 @@ def _page(results: Results, figures: dict[str, str]) -> str:
 
 <h2>Perplexity</h2>
 <div class="single">
-{_figure(figures["ppl"], "Perplexity against bytes removed, by method, beside dense storages")}
+{_figure(figures["ppl"], "Perplexity against bytes removed, by method, next to dense storages")}
 </div>
 <p class="note">Lower is better. <b>plain</b> truncates the SVD of each weight, <b>SVD-LLM</b>
 keeps what each layer puts out on calibration text; both give every matrix the rank of NeuronMM's
@@ -144,7 +144,7 @@ def _trainium(modelled: OnTrainium, figure: str) -> str:
         *("dense MB", "compressed MB", "bound by"),
     )
     return f"""<div class="single">
-{_figure(figure, "Modelled time of the MLPs, compressed beside dense")}
+{_figure(figure, "Modelled time of the MLPs, compressed next to dense")}
 </div>
 <div class="scroll">{_rows(head, rows)}</div>
 <p class="note"><b>Modelled, never run on a device</b>: the kernels traced on the simulated

@@ -1,7 +1,7 @@
 """Train the small model that the package ships for `neuronmm demo`, and cut its two texts.
 
 Run it as `python examples/demo/shipped.py`: a quarter of an hour on two cores. The text is that of
-`make demo`, the documentation inside this Python; its licence lies beside the result.
+`make demo`, the documentation inside this Python; its licence lies next to the result.
 """
 
 import shutil

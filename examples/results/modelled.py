@@ -267,7 +267,7 @@ def _of_students() -> str:
 
 
 def course() -> str:
-    """Kernels that others timed beside modelled times, all with a launch; a row for a series."""
+    """Kernels that others timed next to modelled times, all with a launch; a row for a series."""
     series: dict[str, list[Row]] = {}
     for row in document("course") or []:
         title = f"`{row['title']}` {row['dtype']}, {row['target']}, {row['author']}"
@@ -320,7 +320,7 @@ def aws() -> str:
 
 
 def nkibench() -> str:
-    """Kernels that others timed on a device: modelled time, order and bytes beside theirs."""
+    """Kernels that others timed on a device: modelled time, order and bytes next to theirs."""
     timed = document("nkibench")
     if not timed:
         return ""
@@ -357,7 +357,7 @@ def nkibench() -> str:
 
 
 def served() -> str:
-    """Published times of whole models beside ours, and the launch that would explain the rest."""
+    """Published times of whole models next to ours, and the launch that would explain the rest."""
     rows = [row for row in document("published") or [] if row["measure"] == "bound"]
     if not rows:
         return ""

@@ -113,7 +113,7 @@ def _saved(figure: Callable[[], Figure]) -> Callable[[Path], None]:
 
 
 def _summary() -> Figure:
-    """What it costs beside what it wins; a panel each, for they are of different models."""
+    """What it costs next to what it wins; a panel each, for they are of different models."""
     drawn = [
         panel for panel, is_there in ((_cost, storages()), (_win, tradeoff_models())) if is_there
     ]

@@ -1,4 +1,4 @@
-"""docs/gallery/residuals.md: a coarse matrix and a low-rank correction beside finer matrices."""
+"""docs/gallery/residuals.md: a coarse matrix and a low-rank correction next to finer matrices."""
 
 from selection import Row, document
 from writing import MARK, page, table

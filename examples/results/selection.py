@@ -31,7 +31,7 @@ class Quality(NamedTuple):
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """A modelled model beside the measured quality of another one at its ratio and storage.
+    """A modelled model next to the measured quality of another one at its ratio and storage.
 
     Attributes:
         storage: of the factors, or of the dense MLPs.

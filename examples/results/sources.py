@@ -58,7 +58,7 @@ RIVAL = (
 """What low rank must beat: dense weights in one byte, the output head's too."""
 NKIBENCH = "python benchmarks nkibench out/sources/kda-for-trainium out/sources/AccelOpt"
 ENGINES = "python tests/engines/sources out/sources"
-"""What runs in the sources of others' engines; `checkouts.py` beside it says how to get them."""
+"""What runs in the sources of others' engines; `checkouts.py` next to it says how to get them."""
 DIVIDED_MODELS = ("Llama-3.1-70B", "Qwen3-32B", "Llama-3.1-8B")
 DIVIDED = ((0.2, "bf16"), (0.5, "bf16"), (0.5, "fp8"))
 """Ratio and storage of the MLPs of the models that tensor parallelism is shown on."""
@@ -144,7 +144,7 @@ def datasets() -> dict[str, Dataset]:
 
 
 def model_command(model: str, ratio: float, storage: str, targets: str) -> str:
-    """The command that models a whole model, dense beside compressed."""
+    """The command that models a whole model, dense next to compressed."""
     tp = ranks(model_shape(model))
     split = "" if tp == 1 else f" --tp {tp}"
     return (

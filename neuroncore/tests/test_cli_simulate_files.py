@@ -176,7 +176,7 @@ def test_agreement_is_shown_and_in_the_document(simulate, file):
     assert entry["agrees"]
     assert 0 < entry["max_error"] <= entry["allowed"] < entry["largest"]
     page = simulate(*command, "--reference", f"{file}:reference").out
-    assert "Values beside kernels.py:reference in fp64" in page
+    assert "Values next to kernels.py:reference in fp64" in page
     assert "output 0 is off by" in page
 
 

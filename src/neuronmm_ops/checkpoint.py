@@ -72,7 +72,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         )
     if (directory / "adapter_config.json").exists():
         raise CheckpointError(
-            f"{directory} has an adapter beside its weights (adapter_config.json), which would be "
+            f"{directory} has an adapter next to its weights (adapter_config.json), which would be "
             "added to them; merge it by peft's merge_and_unload, or move it to another directory"
         )
     for name, value in _kernels(config):
@@ -130,7 +130,7 @@ def weight_files(directory: Path) -> list[Path]:
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index} must name safetensors files beside it, got {name!r}")
+            raise CheckpointError(f"{index} must name safetensors files next to it, got {name!r}")
         if not (directory / name).exists():
             raise CheckpointError(f"{directory} lacks {name}, which {INDEX} names; copy it again")
     return [directory / name for name in names]

@@ -165,7 +165,7 @@ def _prefix(target: Path) -> str:
 
 
 def _sibling(target: Path, kind: str) -> Path:
-    """Make a directory beside the target, named after this process, with the umask's mode."""
+    """Make a directory next to the target, named after this process, with the umask's mode."""
     directory = Path(tempfile.mkdtemp(prefix=_prefix(target), suffix=f".{kind}", dir=target.parent))
     directory.rmdir()  # mkdtemp makes it with mode 0700, which no other user can read
     directory.mkdir()
@@ -211,7 +211,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _clean(target: Path) -> None:
-    """Remove what killed runs left beside the target; put back a checkpoint that they renamed."""
+    """Remove what killed runs left next to the target; put back a checkpoint that they renamed."""
     host = re.escape(socket.gethostname())
     left = re.compile(rf"\.{re.escape(target.name)}\.{host}\.(\d+)\.\w+\.(tmp|old)")
     for path in target.parent.iterdir():

@@ -91,7 +91,7 @@ def test_ordinary_tensor_missing_is_not_initialized_at_random(checkpoint):
         (None, "has no weights", OURS),
         ({"weight_map": {"a": SINGLE}}, "index.json must have an object metadata", [hf.load]),
         *(
-            ({"metadata": {}, "weight_map": {"a": name}}, "beside it", OURS)
+            ({"metadata": {}, "weight_map": {"a": name}}, "next to it", OURS)
             for name in ("../secret.safetensors", "/tmp/x.safetensors", "w.bin")  # noqa: S108
         ),
         (

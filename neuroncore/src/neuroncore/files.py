@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Generator[Path]:
-    """Yield a temporary file beside `path` that becomes `path` when the block ends without error.
+    """Yield a temporary file next to `path` that becomes `path` when the block ends without error.
 
     The temporary name keeps the suffix, by which writers choose their format.
     """

@@ -16,7 +16,7 @@ Sources, by the names used below:
 "explorer" = Neuron SDK, tools/neuron-explorer, summary page and glossary;
 "agentic" = aws-neuron/neuron-agentic-development, profiles of matmuls on trn2;
 "traces" = allenkchau/trainium-kernel-fusion, profiles of attention on trn2;
-"fit" = a constant fitted here, on the measurement named beside it: trn1's issue of a matmul and,
+"fit" = a constant fitted here, on the measurement named next to it: trn1's issue of a matmul and,
 for each of the two DMA models, one.
 """
 

@@ -97,7 +97,7 @@ UNCERTAINTIES = (
         "engines take instructions in the order of the program",
         "as list scheduling has them, where that is quicker",
         "five attention kernels of KevGomes1403/nki-moe-megakernel take on trn2 what the second "
-        "says, 4 to 8 % more or less, and experts beside them what the first says",
+        "says, 4 to 8 % more or less, and experts next to them what the first says",
         lambda machine: replace(machine, reorders=True),
     ),
     Uncertainty(

@@ -1,4 +1,4 @@
-"""Tables of `bench model` of decode as served, beside the modelled times."""
+"""Tables of `bench model` of decode as served, next to the modelled times."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""`compare`: compressed checkpoints beside their dense model, as a table and a plot."""
+"""`compare`: compressed checkpoints next to their dense model, as a table and a plot."""
 
 import argparse
 from collections.abc import Iterable

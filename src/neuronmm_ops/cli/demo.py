@@ -1,4 +1,4 @@
-"""`demo`: the model that ships with the package, dense beside compressed, in half a minute."""
+"""`demo`: the model that ships with the package, dense next to compressed, in half a minute."""
 
 import argparse
 import os

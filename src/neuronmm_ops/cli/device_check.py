@@ -1,4 +1,4 @@
-"""`device-check`: what the clock says, beside what a device says, in a bounded time."""
+"""`device-check`: what the clock says, next to what a device says, in a bounded time."""
 
 import argparse
 from pathlib import Path
@@ -11,7 +11,9 @@ from neuronmm_ops.progress import progress_bars
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
-    description = "run the kernels on this machine's device: values, and times beside modelled ones"
+    description = (
+        "run the kernels on this machine's device: values, and times next to modelled ones"
+    )
     example = "-o checked --minutes 60"
     command = add_command(commands, "device-check", _check, _show, description, example=example)
     add_output(command, "directory of the results; the same command goes on with what is missing")

@@ -133,12 +133,12 @@ def _row(projection: str, plan: "Plan", dense: "list[Plan]") -> dict[str, Any]:
 def compared_plans(
     plans: "list[Plan]", dense: "list[Plan]", links_ms: float = 0.0, dense_links_ms: float = 0.0
 ) -> dict[str, Any]:
-    """Launches beside the dense ones; speed-ups over these are a range over the DMA models.
+    """Launches next to the dense ones; speed-ups over these are a range over the DMA models.
 
     Args:
         plans: one after the other.
         dense: those of the dense matrices.
-        links_ms: what ranks exchange beside them.
+        links_ms: what ranks exchange in addition.
         dense_links_ms: what ranks of the dense model exchange.
     """
     times = [sum(each) + links_ms for each in zip(*[p.times_ms for p in plans], strict=True)]

@@ -45,7 +45,7 @@ def _row(
     links: Collectives,
     settings: Settings,
 ) -> dict[str, Any]:
-    """Times are of the launches and the exchange; low rank is beside the dense shard and its."""
+    """Times of launches and exchange: of a low-rank shard, and of the dense one."""
     shapes = factors(group, divide, linear, links.tp)
     sent = exchanged(links, group, divide, tokens, linear.r or 0, linear.N)
     dense = plan_xw(tokens, linear.K, linear.N, *settings.machine)

@@ -73,7 +73,7 @@ class Divergence:
 
 
 class Losses(NamedTuple):
-    """What the choices of a matrix lose beside the truncation's spectrum.
+    """What the choices of a matrix lose in addition to the truncation's spectrum.
 
     Attributes:
         ranks: int64, at which pairs were measured.

@@ -83,7 +83,7 @@ def choices_of(matrix: Matrix, block: int) -> dict[Choice, float]:
 def largest_rank(matrix: Matrix, block: int) -> Rank:
     """Return the largest rank to factor a matrix to; None where it can but stay as it is.
 
-    Where it has no rank, but may be rounded, one block: its losses are found beside its factors.
+    Where it has no rank, but may be rounded, one block: its losses are found with its factors.
     """
     choices = choices_of(matrix, block)
     if set(choices) == {Choice(None, None)}:

@@ -231,7 +231,7 @@ def geometric_mean_turn(sigma: Tensor) -> Tensor:
 
 
 def _row_scale(v: Tensor, column_scale: Tensor) -> Tensor:
-    """Return u's scale: by what v's rows are divided, beside u's columns, to be equally long.
+    """Return u's scale, which takes up the length of v's rows: then all are equally long.
 
     Where groups share scales, by a power of two, which is the same for all of a column's.
     """

@@ -37,7 +37,7 @@ def narrowed(
 
     Args:
         source: its model is as it was where the block fails; what it holds in memory is held
-            beside what is new until then.
+            next to what is new until then.
         config: with a `prune_share`.
         calibration: as of `compress_`.
         only_text: as of `select_targets`.

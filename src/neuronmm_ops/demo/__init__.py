@@ -1,7 +1,7 @@
 """A small model that ships with the package, two texts, and what compressing it costs and wins.
 
 The model is a Llama of a million parameters, trained by examples/demo/shipped.py. It and the texts
-come from the documentation inside Python 3.11, whose licence is LICENSE-PYTHON.txt beside them.
+come from the documentation inside Python 3.11, whose licence is LICENSE-PYTHON.txt next to them.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Compress a model, and measure it beside the dense one and beside what else is as small."""
+"""Compress a model, and measure it next to the dense one and next to what else is as small."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager

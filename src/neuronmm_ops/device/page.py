@@ -1,4 +1,4 @@
-"""The record for people: modelled beside measured, row by row."""
+"""The record for people: modelled and measured, row by row."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def text(record: Record, document: dict[str, Any], missing: int) -> str:
     counts = ", ".join([f"{count} {status}" for status, count in document["counts"].items()])
     current = "this package's" if frozen().is_current else "an earlier state of this package"
     parts = [
-        f"# Modelled beside measured: {record.target}, {record.device}",
+        f"# Modelled and measured: {record.target}, {record.device}",
         "Times in us. *Modelled* times were frozen before the run, at commit "
         f"{predicted['commit']} (source {predicted['source']}, {current}). A launch takes "
         f"{document['launch_us']:.1f} us beyond its kernel, by the rows of at most {SHORT_US:g} "

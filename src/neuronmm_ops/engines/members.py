@@ -146,7 +146,7 @@ class Member(nn.Module):
         name, shape = f"{self.name}.{key}", list(whole.shape)
         if key not in self.shapes:
             if key == "weight" and not whole.numel():
-                return  # the placeholder beside factors
+                return  # the placeholder next to factors
             raise CheckpointError(
                 f"{name}: config.json says nothing of it, the file has {shape}; {MISMATCH}"
             )
@@ -194,7 +194,7 @@ class Member(nn.Module):
     def part(self, key: str, rank: int) -> tuple[int, list[slice], tuple[int, ...]]:
         """Return which part of a tensor a rank has: slices of a dimension, filled up to a shape."""
         shape, dim, tp = list(self.shapes[key]), self.dims[key], self.place.tp
-        if self.place.gathers and key == "v":  # beside the zero columns of the ranks' u
+        if self.place.gathers and key == "v":  # next to the zero columns of the ranks' u
             shape[0] = tp * part_width(shape[0], tp)
         if dim is None:
             return 0, [slice(0, self.shapes[key][0])], tuple(shape)

@@ -69,9 +69,9 @@ class Part:
         """Dense: one product with the weights that are stored alike side by side."""
         every = [self.own(name) for name in QKV]
         low, dense = _split(every)
-        beside = Way(self._beside(M, dense))
+        joined = Way(self._side_by_side(M, dense))
         if not low:
-            return self._allowed([beside], "qkv", "dense")
+            return self._allowed([joined], "qkv", "dense")
         ways = [Way(tuple([launch for linear in low for launch in self._linear(M, linear)]))]
         if not dense and _alike(low):
             matrices = tuple([factor for linear in low for factor in linear.shapes])
@@ -81,7 +81,7 @@ class Part:
             seconds = [launch for linear in low for launch in self._second(M, linear)]
             firsts = self._firsts(M, "qkv", DIVIDES[1:])
             ways += [first.then(Way(tuple(seconds))) for first in firsts]
-        return [beside.then(way) for way in ways]
+        return [joined.then(way) for way in ways]
 
     def _output(self, M: int) -> list[Way]:
         linear = self.own("o_proj")
@@ -187,7 +187,7 @@ class Part:
         for layout in layouts[: 1 if self.on.tp == 1 else None]:
             shapes = [factors(group, layout, each, self.on.tp)[0] for each in pairs]
             firsts = [Linear(*s, None, each.stored) for s, each in zip(shapes, pairs, strict=True)]
-            launches = self._beside(M, firsts)
+            launches = self._side_by_side(M, firsts)
             if layout == "rows":
                 launches = (self._own_columns(M, K), *launches)
             sent = exchanged(self.on.links, group, layout, M, R, 0)
@@ -228,7 +228,7 @@ class Part:
         """A Linear without the first factor of its pair."""
         return self.on.op("xw", M, linear.shapes[-1:], linear.stored)
 
-    def _beside(self, M: int, dense: Sequence[Linear]) -> tuple[PlannedKernel, ...]:
+    def _side_by_side(self, M: int, dense: Sequence[Linear]) -> tuple[PlannedKernel, ...]:
         """One product with the matrices that are stored alike side by side."""
         launches: list[PlannedKernel] = []
         for stored in dict.fromkeys([each.stored for each in dense]):

@@ -19,8 +19,8 @@ WHOLE: Taken = MappingProxyType({})
 def memory_of(decoder: Decoder, prompt: int, new: int, taken: Taken = WHOLE) -> dict[str, int]:
     """Bytes of a rank's weights, KV cache and prefill's activations, and how many there are.
 
-    Activations are the residual before and after, the norm, and what the widest component has
-    beside them.
+    Activations are the residual before and after, the norm, and what the widest component
+    holds in addition.
 
     Args:
         decoder: the model.
@@ -45,7 +45,7 @@ def memory_of(decoder: Decoder, prompt: int, new: int, taken: Taken = WHOLE) -> 
 def weight_bytes(decoder: Decoder, taken: Taken = WHOLE) -> int:
     """Of all weights on a rank, with their scales, the embedding and the norms.
 
-    A tied output head in one byte, or of a rank, is a second copy beside the embedding.
+    A tied output head in one byte, or of a rank, is a second copy next to the embedding.
 
     Args:
         decoder: the model.

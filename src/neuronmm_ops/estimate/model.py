@@ -1,7 +1,7 @@
 """A whole model's time on Trainium, modelled: prefill and a token of decode, by component.
 
 Every launch is a kernel traced on the simulated core, one after the other. Our own best dense
-kernels stand beside the low-rank ones, and the published setting beside both.
+kernels stand next to the low-rank ones, and the published setting next to both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEFT_OUT_OF_RANKS = (
     "overlap of a collective with the launches around it, and what it takes of their DMA engines",
     "what puts the columns of several ranks into rows after an all-gather of more than one token",
 )
-"""Beside those, with tensor parallel."""
+"""Next to those, with tensor parallel."""
 
 
 def run_each(

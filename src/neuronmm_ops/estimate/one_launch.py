@@ -1,4 +1,4 @@
-"""A token whose layers share launches, beside one launch a kernel; all modelled.
+"""A token whose layers share launches, next to one launch a kernel; all modelled.
 
 The norms, RoPE, attention with its caches, every Linear and both residuals of several layers are in
 one launch of `decoder_layer_decode`, which is planned for one of two. The first layer of a launch
@@ -186,7 +186,7 @@ def _read(problem: Problem) -> tuple[int, ...]:
 def others_of(
     shape: ModelShape, batch: int, T: int, read: Sequence[int] | None = None
 ) -> tuple[Other, ...]:
-    """What a problem of the op has beside x and weights, for one token of each sequence.
+    """What a problem of the op has in addition to x and weights, for one token of each sequence.
 
     Args:
         shape: of the model, or of what a rank has.

@@ -40,7 +40,7 @@ class Recorded(NamedTuple):
         dense: the sizes of the dense model, whose MLPs may be wider.
         rival: its Linears, every recorded matrix in `rival_storage`.
         rival_storage: what most of the matrices have; `RIVAL` where all are of the model's dtype.
-        bytes: of all tensors in its files; None where there are no weights beside config.json.
+        bytes: of all tensors in its files; None where there are no weights next to config.json.
     """
 
     report: CompressionReport

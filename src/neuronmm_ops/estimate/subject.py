@@ -199,7 +199,7 @@ def _alike(shape: ModelShape, each: Mapping[str, Linear]) -> Layers:
 
 
 def _uniform(shape: ModelShape, options: Options) -> tuple[list[_Variant], list[str]]:
-    """Every layer as the options say, beside what was published."""
+    """Every layer as the options say, next to what was published."""
     names = [options.storage, options.storage_dense, options.storage_lm_head]
     stored = [dtype_name(checked(name)) or "" for name in names]
     ratio, selected = _ratio(options), selection(shape, _targets(options))
@@ -248,7 +248,7 @@ def _narrower(shape: ModelShape, compressed: Mapping[str, Linear], tp: int) -> M
 
 
 def _of_checkpoint(shape: ModelShape, record: Recorded) -> tuple[list[_Variant], list[str]]:
-    """Its layers, beside those of the model while it was dense, and dense in one byte."""
+    """Its layers, next to those of the model while it was dense, and dense in one byte."""
     dense = _alike(record.dense, linears(record.dense))
     left_out = ["published_dense and published_low_rank: they have one rank in all layers"]
     if any(each.compute != "x" for each in record.report.layers):

@@ -71,7 +71,7 @@ def compress(
         force: replace an existing compressed checkpoint.
         max_shard_size: of one file of weights, in bytes or as `5GB`.
         stream: hold one decoder layer in memory at a time, and go on where a killed run of the same
-            has stopped: what it has done is beside the output, in `.NAME.stream`. Files of weights
+            has stopped: what it has done is next to the output, in `.NAME.stream`. Files of weights
             are no larger than a layer.
         compare: try what else costs no more too, see `compare.candidates`, and take what diverges
             least from the dense model on blocks kept apart; the report has the config taken, and

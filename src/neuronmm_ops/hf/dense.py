@@ -30,7 +30,7 @@ def load_dense(
     """Load the dense model, without gradients; refuse it where `compressed` was not made of it.
 
     Every parameter but the factors, and those of narrower MLPs, must be the same. A tokenizer
-    beside it must have the same vocabulary.
+    next to it must have the same vocabulary.
 
     Raises:
         CheckpointError: it is missing, cannot be loaded, is compressed itself, or is another one.

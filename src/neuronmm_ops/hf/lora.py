@@ -1,4 +1,4 @@
-"""LoRA beside layers that are stored in one byte; imports peft."""
+"""LoRA on top of layers that are stored in one byte; imports peft."""
 
 import warnings
 from typing import Any, NoReturn
@@ -7,7 +7,7 @@ from peft.tuners.lora import Linear
 
 MERGE = (
     "LoRA cannot be merged into numbers in one byte, which would be rounded anew; keep the adapter "
-    "beside them, or adapt and merge after hf.to_pairs(model), which has them as nn.Linear"
+    "on top of them, or adapt and merge after hf.to_pairs(model), which has them as nn.Linear"
 )
 
 

@@ -83,7 +83,7 @@ def lora_config(
     peft adapts parameters by `target_parameters`: that is where the factors are named. Merging
     leaves the `SVDLinear`s as they were, each one op. peft allows no dropout there.
 
-    Layers in one byte stay as they are: the adapter stands beside the whole layer, and cannot be
+    Layers in one byte stay as they are: the adapter is added to the whole layer, and cannot be
     merged. peft's file of such an adapter does not say how to load it; give this config again:
     `PeftModel.from_pretrained(model, directory, config=hf.lora_config(model, ...))`.
 

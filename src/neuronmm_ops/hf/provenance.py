@@ -1,6 +1,6 @@
 """`compression.json`: the run that made a checkpoint, and how to run it again.
 
-It stands beside config.json, and speaks of the run: where model and text were, and their SHA-256.
+It stands next to config.json, and speaks of the run: where model and text were, and their SHA-256.
 What became of each layer is in config.json.
 """
 
@@ -28,7 +28,7 @@ RUN_FILE = "compression.json"
 FORMAT_VERSION = 1
 FLOAT64 = "float64"  # computed in where the model is in it, and never asked for by name
 SHA256 = re.compile(r"[0-9a-f]{64}")
-# What decides a model's activations beside its weights: architecture and tokenizer.
+# What decides a model's activations in addition to its weights: architecture and tokenizer.
 DECIDING = re.compile(
     r"config\.json|tokenizer.*\.json|(special_tokens_map|added_tokens)\.json"
     r"|vocab\.(json|txt)|merges\.txt|.*\.model"
@@ -261,7 +261,7 @@ def read_run(path: str | Path) -> CompressionRun:
 
 
 def write_run(directory: Path, run: CompressionRun, weights: str) -> None:
-    """Write `compression.json` beside the weights of this SHA-256, which the run made."""
+    """Write `compression.json` next to the weights of this SHA-256, which the run made."""
     text = json.dumps(replace(run, weights_sha256=weights).to_dict(), indent=2) + "\n"
     (directory / RUN_FILE).write_text(text, encoding="utf-8")
 

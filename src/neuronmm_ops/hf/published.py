@@ -102,7 +102,7 @@ def _refuse_pickles(source: Path) -> None:
     if pickles and not [path for path in files if path.suffix == ".safetensors"]:
         raise CheckpointError(
             f"{pickles[0]} is a pickle, which can run code and is not read; where you trust it, "
-            "write its state dict by safetensors.torch.save_file beside the model's config.json"
+            "write its state dict by safetensors.torch.save_file next to the model's config.json"
         )
 
 

@@ -106,7 +106,7 @@ class NeuronMMQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:  # pyright: ignore  (the base's stub returns None)
-        """Say that training works: of the factors, or of adapters beside those in one byte."""
+        """Say that training works: of the factors, or of adapters on top of those in one byte."""
         return True
 
     @property

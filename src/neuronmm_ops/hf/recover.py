@@ -135,7 +135,7 @@ def _check_mergeable(model: str | Path, student: PreTrainedModel) -> None:
         if layer.storage is not None:
             raise ValueError(
                 f"method lora merges adapters into factors, those of {model} are rounded ({name}: "
-                f"{dtype_name(layer.storage)}); use method distill, or train an adapter beside "
+                f"{dtype_name(layer.storage)}); use method distill, or train an adapter on top of "
                 "them, see hf.lora_config"
             )
 

@@ -129,7 +129,7 @@ def save(
 
 
 def copy_processor(source: Path | None, directory: Path) -> None:
-    """Copy what a model that reads images or sound has beside its tokenizer, where it has it."""
+    """Copy what a model that reads images or sound has besides its tokenizer, where it has it."""
     for file in [source / name for name in PROCESSOR_FILES] if source else ():
         if file.is_file() and not (directory / file.name).exists():
             shutil.copyfile(file, directory / file.name)

@@ -29,7 +29,7 @@ from neuronmm_ops.recover.state import StateFile
 from neuronmm_ops.recover.training import Outcome, Training
 from neuronmm_ops.storages import storage_of
 
-# Of the time, or of the tokens of the steps: text that the dense model writes beside the given.
+# Of the time, or of the tokens of the steps: text that the dense model adds to the given.
 SAMPLED_SHARE = 0.1
 MOST_SAMPLES = 1 << 20  # tokens, of a time budget
 

@@ -232,7 +232,7 @@ def narrower(starts: Sequence[Arguments]) -> list[Arguments]:
 def hidden_axis(problem: Problem) -> list[Arguments]:
     """Tokens of a block, and groups of its hidden block that go through HBM.
 
-    About as many as SBUF cannot hold beside weights, or all.
+    About as many as SBUF cannot hold with the weights, or all.
     """
     groups = problem.inner // (HIDDEN_TILES * PARTITIONS)
     settings: list[Arguments] = []

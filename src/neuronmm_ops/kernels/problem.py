@@ -51,7 +51,7 @@ class Problem:
         weight_dtype: of weights in a storage, as `storages.dtype_name`; empty where they are of
             `dtype`; of weights in several, that of each, as `several` joins them.
         compute: "x", or "fp8" where prefill may round activations to fp8, token by token.
-        others: tensors that the op is given beside x, its matrices, scales and biases; x itself
+        others: tensors that the op is given besides x, its matrices, scales and biases; x itself
             where there is no matrix.
         tp: ranks of tensor parallel that sum with each other in the launch; sizes are of one.
     """

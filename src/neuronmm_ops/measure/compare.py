@@ -1,4 +1,4 @@
-"""Compressed checkpoints beside their dense model: perplexity, size, speed, and what they trade."""
+"""Compressed checkpoints next to the dense model: perplexity, size, speed, what they trade."""
 
 import math
 import statistics
@@ -42,7 +42,7 @@ def run(
     rounds: int = ROUNDS,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure compressed checkpoints beside the dense model.
+    """Measure compressed checkpoints next to the dense model.
 
     Two models are in memory at a time, the dense one and one checkpoint: their speeds are timed in
     turn, in one process. All compute in the dense model's compute dtype.

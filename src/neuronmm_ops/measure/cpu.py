@@ -1,4 +1,4 @@
-"""Measured on the host's CPU: the ops beside the dense layer and beside two bare matmuls a pair.
+"""Measured on the host's CPU: the ops next to the dense layer and next to two bare matmuls a pair.
 
 The layers of `pack_` are compared with dense ones that are packed, too. Weights are read from
 memory, as in a model's forward: every round takes another copy of them.

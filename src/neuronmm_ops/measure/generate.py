@@ -1,4 +1,4 @@
-"""Measured on this machine: what generating takes, a dense model beside compressed ones.
+"""Measured on this machine: what generating takes, a dense model next to compressed ones.
 
 Transformers' `generate` runs with a static cache, with and without `torch.compile`. Times are of
 paired rounds in one process, memory of processes of their own.
@@ -60,7 +60,7 @@ def run(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure how fast models generate, the first one beside each of the others.
+    """Measure how fast models generate, the first one next to each of the others.
 
     Every model first generates once in a process of its own, which gives its memory and the time
     to compile it. Then the first model and one of the others are in memory at a time and generate
@@ -182,7 +182,7 @@ def _in_pairs(
     rounds: int,
     progress: Progress | None,
 ) -> dict[Key, _Candidate]:
-    """Time the first model beside each of the others, two in memory at a time."""
+    """Time the first model next to each of the others, two in memory at a time."""
     keys = [key for key, lone in apart.items() if lone.failed is None]
     dtype = apart[0, False].dtype
     first = _ready(directories[0], ids, new, [key for key in keys if key[0] == 0], dtype)

@@ -201,7 +201,7 @@ def _refuse_constants(spec: OpSpec, scales: Sequence[Any], wanted: Sequence[bool
             raise TypeError(
                 f"{spec.name}: one-byte factors and their scales have no gradient, got "
                 f"{operand.name} that requires one; use requires_grad_(False), and train "
-                "LoRA beside them or the factors before they are rounded"
+                "LoRA on top of them or the factors before they are rounded"
             )
 
 

@@ -34,7 +34,7 @@ class Operand(NamedTuple):
         name: as in the schema.
         shape: a name for each dimension, `K r`; the same name is the same size in all operands, a
             number that size: `K 2 I` packs two weights. `...` stands for any leading dimensions.
-        role: "activation" is x, and tokens beside it, "factor" a matrix of weights, or several,
+        role: "activation" is x, and tokens with it, "factor" a matrix of weights, or several,
             packed, "vector" a vector of weights, "bias" a vector added to the result, "scale" the
             fp32 vector `<factor>_scale` that multiplies the columns of a one-byte factor's product,
             "integer" int32 numbers that are read at run time, "state" what is changed in place.
@@ -403,7 +403,7 @@ class OpSpec:
         raise ValueError(f"{self.name}: {operand.name} must {what}, got shape {shape}")
 
     def _check_options(self, options: Options, dtype: torch.dtype) -> None:
-        """Refuse unknown values, and to round x to fp8 beside factors of another `dtype`."""
+        """Refuse unknown values, and to round x to fp8 with factors of another `dtype`."""
         for (name, values), value in zip(self.options.items(), options, strict=True):
             if not isinstance(values, tuple):
                 kind = type(values)

@@ -24,7 +24,7 @@ from neuronmm_ops.kernels import source_fingerprint
 from neuronmm_ops.kernels.problem import Plan, Problem
 
 SHIPPED = Path(__file__).with_name("plans.json")
-_BESIDE = (
+_LEFT_OUT = (
     *("calibration", "cli", "collector.py", "documents.py", "dropin.py", "judge", "legacy"),
     *("migrate", "testing.py", "tolerance.py"),
     *("__init__.py", "__main__.py"),
@@ -38,7 +38,7 @@ def fingerprint() -> str:
     """16 hexadecimal digits of what plans follow from: kernels, and the core that times them."""
     root = Path(neuroncore.__file__).parent
     files = [path.relative_to(root) for path in sorted(root.rglob("*.py"))]
-    core = [(root / path).read_bytes() for path in files if path.parts[0] not in _BESIDE]
+    core = [(root / path).read_bytes() for path in files if path.parts[0] not in _LEFT_OUT]
     return hashlib.sha256(source_fingerprint().encode() + b"".join(core)).hexdigest()[:16]
 
 

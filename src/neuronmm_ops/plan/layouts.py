@@ -82,7 +82,7 @@ def exchanged(
 def held_bytes(group: Group, layouts: Collection[Layout], own: Linear, tp: int) -> int:
     """Bytes of a Linear's weights and scales on a rank that computes in all of these layouts.
 
-    A whole factor has every part in it; parts by columns and by rows are held beside each other.
+    A whole factor has every part in it; parts by columns and by rows are both held.
     """
     whole: list[Layout] = [layout for layout in layouts if layout not in DIVIDED]
     each = [factors(group, layout, own, tp) for layout in whole[:1] or layouts]

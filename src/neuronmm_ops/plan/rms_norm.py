@@ -45,7 +45,7 @@ def _planned(problem: Problem, residual: bool) -> PlannedKernel:
     x, weight = TensorShape((M, H), problem.dtype), TensorShape((H,), problem.dtype)
     operands = (x, x if residual else None, weight)
     kernel = simulated_kernel("rms_norm", "rms_norm", problem.lnc)
-    # two tiles of x, and of its residual and result, lie beside the weight
+    # two tiles of x, and of its residual and result, lie next to the weight
     least = (1 + 2 * (2 + residual)) * problem.itemsize * H // problem.machine.planned_sbuf_bytes
     divisors = [parts for parts in range(least + 1, min(H, PARTITIONS) + 1) if H % parts == 0]
     choices = [

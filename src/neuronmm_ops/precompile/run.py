@@ -161,7 +161,7 @@ def _drive(folder: Path, request: dict[str, Any], timeout_s: float) -> str:
     environment = {name: v for name, v in os.environ.items() if name not in _SIMULATING} | {
         TARGET_VARIABLE: request["target"],
         LNC_VARIABLE: str(request["lnc"]),
-        # the programs beside this Python, such as neuronx-cc, and the modules that it finds
+        # the programs next to this Python, such as neuronx-cc, and the modules that it finds
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "PYTHONPATH": os.pathsep.join([str(Path(each).resolve()) for each in sys.path]),
     }

@@ -27,7 +27,7 @@ class RecoverConfig:
         learning_rate: at the schedule's peak; None takes the method's. For `distill` a share of
             each factor's root mean square, about what AdamW moves every element by in a step;
             for `lora` absolute.
-        hidden_weight: of the hidden states' relative error beside the KL divergence of the logits.
+        hidden_weight: of the hidden states' relative error, added to the logits' KL divergence.
         lora_rank: of the adapters.
         lora_order: `sequential` trains those of u, then those of v (SVD-LLM, section 3.3);
             `joint` both at once.

@@ -1,7 +1,7 @@
 """What a reproduction does, read from a TOML file and checked before anything runs.
 
-Paths in the file are relative to the working directory; `evaluate.include` is looked for beside the
-file first, where the shipped ones' lies.
+Paths in the file are relative to the working directory; `evaluate.include` is looked for next
+to the file first, where the shipped ones' lies.
 """
 
 import re
@@ -66,7 +66,7 @@ class Compress:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Training of every compressed model, beside the untrained one.
+    """Training of every compressed model, in addition to the untrained one.
 
     Attributes:
         data: a text file, or one of `TRAINING_TEXTS`.
@@ -134,7 +134,7 @@ class Reproduction:
         recovery: None for none.
         modelled: None for no modelled times.
         measured: None for no measured times.
-        published: model whose published numbers stand beside ours; None for none.
+        published: model whose published numbers stand next to ours; None for none.
         data: a directory with the data sets' files, see `eval.corpora.find_file`; None for the hub.
     """
 

@@ -28,7 +28,7 @@ from neuronmm_ops.reproduce.texts import read_training_text
 from neuronmm_ops.storages import STORAGES as ONE_BYTE
 
 MODEL_PACKAGES = ("neuronmm-ops", "torch", "transformers", "tokenizers")
-# The code that modelled times follow from, beside the simulator's.
+# The code that modelled times follow from, in addition to the simulator's.
 MODELLED_BY = ("estimate", "plan", "kernels", "models.py", "rank.py", "compress/targets.py")
 
 

@@ -1,4 +1,4 @@
-"""The document of a reproduction: a row for each model, beside it what others published."""
+"""The document of a reproduction: a row for each model, next to it what others published."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _BITS_OF_240 = 0x77
 # The bits of e4m3, moved to the place of float16's exponent, are the value times 2^-8.
 _SHIFT = 7
-_MASK = ~0x4000  # the sign's copy beside it
+_MASK = ~0x4000  # the sign's copy next to it
 _BIAS = 2.0**8
 
 

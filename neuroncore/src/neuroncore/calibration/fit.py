@@ -203,7 +203,7 @@ class _Times:
             self._modelled[key] = again.time_ns / 1e3
         return self._modelled[key] + case.count * clock.beyond_ns(case.waits) / 1e3
 
-    def _beside(self, series: str, clock: Clock) -> tuple[np.ndarray, np.ndarray, float]:
+    def _compared(self, series: str, clock: Clock) -> tuple[np.ndarray, np.ndarray, float]:
         """Measured and modelled times, and the launch between them, us."""
         some = self.series[series]
         measured = np.array([time for _, time in some])
@@ -215,13 +215,13 @@ class _Times:
         """Of each time, relative, the launch left out."""
         parts: list[np.ndarray] = []
         for name in series:
-            measured, modelled, launch = self._beside(name, clock)
+            measured, modelled, launch = self._compared(name, clock)
             parts.append((modelled + launch - measured) / measured)
         return np.concatenate(parts)
 
     def launch_us(self, clock: Clock) -> float:
         """What a launch costs beyond the clock: the median of all series."""
-        return float(np.median([self._beside(name, clock)[2] for name in self.series]))
+        return float(np.median([self._compared(name, clock)[2] for name in self.series]))
 
     def slopes(self, series: str, *clocks: Clock) -> list[float]:
         """ns per count, measured and then on each clock, between the least and most counts."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Judge a kernel: run it on a task's inputs and print whether its values and rules hold, its modelled
-time beside that of our kernel (par), and one score: par's time over the kernel's, 0 where a value
+time next to that of our kernel (par), and one score: par's time over the kernel's, 0 where a value
 or a rule is broken. The file's code runs in a process of its own, with limits. Exit code 1 at score
 0."""
 

@@ -1,4 +1,4 @@
-"""A kernel's outputs beside a reference function of the user's, computed in fp64."""
+"""A kernel's outputs next to a reference function of the user's, computed in fp64."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace

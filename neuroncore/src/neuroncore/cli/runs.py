@@ -202,7 +202,7 @@ def _ratio(document: dict[str, Any], base: dict[str, Any], name: str) -> float |
 
 
 def show_comparison(document: dict[str, Any]) -> None:
-    """Print a column per kernel, and a ratio to the first beside each other."""
+    """Print a column per kernel, and next to each other its ratio to the first."""
     kernels = document["kernels"]
     _show_launch(kernels[0])
     files = [entry["file"] for entry in kernels]

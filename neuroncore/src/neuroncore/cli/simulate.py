@@ -278,7 +278,7 @@ def _one(run: Run, launch: LaunchOptions, options: argparse.Namespace) -> Any:
     page = "\n\n".join([str(profile), *sections])
     if run.agreements:
         lines = [f"  {describe(entry)}" for entry in run.agreements]
-        page += "\n\n" + "\n".join([f"Values beside {launch.reference} in fp64", *lines])
+        page += "\n\n" + "\n".join([f"Values next to {launch.reference} in fp64", *lines])
     return page
 
 

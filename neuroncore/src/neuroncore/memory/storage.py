@@ -166,8 +166,8 @@ class Layout:
             return number
         new = len(self.boxes)
         rows, columns = (box.row, box.row_end), (box.byte, box.byte_end)
-        at, beside = self._at, self._bytes.touching(columns)
-        near = [(r, c) for r in self._rows.touching(rows) for c in beside if (r, c) in at]
+        at, same_columns = self._at, self._bytes.touching(columns)
+        near = [(r, c) for r in self._rows.touching(rows) for c in same_columns if (r, c) in at]
         touching = sorted([other for pair in near for other in at[pair]])
         at[rows, columns].append(new)
         self._ids[box] = new

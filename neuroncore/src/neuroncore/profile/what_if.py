@@ -241,7 +241,7 @@ def _describes(template: InstructionTemplate, *by: str) -> bool:
 
 
 def _fills(memory: MemoryRegion) -> _MayBind:
-    """Whether a tensor could ever have waited for room: the largest beside the fullest moment."""
+    """Whether a tensor could ever have waited for room: the largest next to the fullest moment."""
 
     def may_bind(before: Schedule, _: _OnPath) -> bool:
         limit = room_of(memory, before.machine)

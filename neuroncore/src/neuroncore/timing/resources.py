@@ -170,7 +170,7 @@ class RecentUse:
         self.used = 0.0  # sum of `counted`, in ns at the full rate
 
     def slowed(self, begin: float, ns: float, issue_ns: float) -> float:
-        """What an instruction of `ns` takes that begins now, beyond its issue or beside it."""
+        """What an instruction of `ns` takes that begins now, beyond its issue or during it."""
         throttle, recent = self.throttle, self.recent
         full = self._used_before(begin - throttle.delay_ns) >= throttle.use * throttle.window_ns
         rate = 1.0 if full else throttle.rate

@@ -137,8 +137,8 @@ class Move(NamedTuple):
         same_columns = (first.byte, first.byte_end) == (last.byte, last.byte_end)
         same_rows = (first.row, first.row_end) == (last.row, last.row_end)
         below = same_columns and second.row == first.row_end
-        beside = same_rows and second.byte == first.byte_end
-        if first.exact and (below or beside):
+        adjacent = same_rows and second.byte == first.byte_end
+        if first.exact and (below or adjacent):
             return [layout.region(Box(first.row, last.row_end, first.byte, last.byte_end))]
         return [self.region(i) for i in range(iterations)]
 

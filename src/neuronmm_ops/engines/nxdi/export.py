@@ -209,7 +209,7 @@ def _changes(
     if served and not any(name.endswith(columns) for name in served):
         yield (
             "attention is dense: with --fused-qkv --qkv-kernel-enabled --attn-kernel-enabled it "
-            "runs in NxD Inference's own kernels, beside the low-rank MLPs"
+            "runs in NxD Inference's own kernels, next to the low-rank MLPs"
         )
 
 

@@ -177,7 +177,7 @@ class RowHeads(nl.NKIObject):
 class NewTokens(nl.NKIObject):
     """The new tokens' heads of a unit: queries on the diagonal, and the keys.
 
-    Key heads lie one below the other in tiles of `stacked` heads. A query has zeros beside the
+    Key heads lie one below the other in tiles of `stacked` heads. A query has zeros next to the
     features of its key, so that one matmul has the scores of all queries with a tile of keys.
 
     Args:

@@ -47,7 +47,7 @@ def groups_in_store(groups: int, M: int, scaled: bool) -> int:
 
 
 def lanes_of(M: int, pe_tile: int) -> int:
-    """Partitions of a column group with what lies beside its tokens, which stacked sums have."""
+    """Partitions of a column group with what lies next to its tokens, which stacked sums have."""
     return PARTITIONS // column_groups(M, pe_tile) if column_groups(M, pe_tile) > 1 else M
 
 

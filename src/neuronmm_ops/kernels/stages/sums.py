@@ -100,7 +100,7 @@ class Sums(nl.NKIObject):
         step = BANK_COLUMNS if last else matmul_columns(M, facts().moving_max)
         self.tiling = SumTiling(columns.size, M, facts().pe_tile, unit, step)
         # sums that are scaled are evicted and transposed by all column groups together; the first
-        # matmul writes zeros to the partitions beside the tokens
+        # matmul writes zeros to the partitions next to the tokens
         self.stacked = stacked or not is_none(weight.scale)
         self.lanes = lanes_of(M, facts().pe_tile) if self.stacked else M
         self.parts = self.tiling.stacked_evictions() if self.stacked else self.tiling.evictions()

@@ -16,7 +16,7 @@ STORED = tuple([
     (getattr(nl, storage.tensor_dtype), storage.is_multiplied, storage.group or 0)
     for storage in STORAGES.values()
 ])  # fmt: skip
-"""Dtypes of storages, whether TensorE multiplies them beside 16-bit activations, and the rows that
+"""Dtypes of storages, whether TensorE multiplies them with 16-bit activations, and the rows that
 share a scale: 0 is all, 128 is of int4, two rows a byte."""
 
 
