@@ -8,7 +8,7 @@ from neuronmm_ops.kernels.shim import NkiTensor, nl
 from neuronmm_ops.kernels.stages.chunks import Chunk
 from neuronmm_ops.kernels.stages.decode import again, project
 from neuronmm_ops.kernels.stages.decode_tiling import Loads, output_blocks
-from neuronmm_ops.kernels.stages.outputs import write_block, write_turned
+from neuronmm_ops.kernels.stages.outputs import OutputBlock, write_blocks, write_turned
 from neuronmm_ops.kernels.stages.stationary import Turned, project_turned, turned
 from neuronmm_ops.kernels.stages.weights import DecodeWeight
 
@@ -93,12 +93,15 @@ def write_pairs(
             write_turned(outs[n], turned_low[n], vs[n], bias, blocks, loads, first, ends)
         return
     low = project(chunks, us, knobs.rank_block, knobs.fuse, loads, M)
+    of_all: list[OutputBlock] = []
     for n in range(count):
         ends = n + 1 == count
         blocks = output_blocks(outs[n].columns(), knobs.block, knobs.last_block if ends else 0)
         for j in range(len(blocks)):
             first, last = n + j == 0, ends and j + 1 == len(blocks)
-            write_block(outs[n], low[n], vs[n], biases[n], blocks[j], loads, first, last)
+            block = OutputBlock(outs[n], low[n], vs[n], biases[n], blocks[j], first, last)
+            of_all.append(block)
+    write_blocks(of_all, loads)
 
 
 def write_dense(
@@ -123,15 +126,16 @@ def write_dense(
     if knobs.stationary:
         for chunks in sides:
             sides_turned.append(turned(chunks))
+    of_all: list[OutputBlock] = []
     for n in range(len(weights)):
         w, out, bias = weights[n], outs[n], biases[n]
         ends, side = n + 1 == len(weights), min(n, len(sides) - 1)
         blocks = output_blocks(out.columns(), knobs.block, knobs.last_block if ends else 0)
-        loads = knobs.loads
         if knobs.stationary:
-            write_turned(out, sides_turned[side], w, bias, blocks, loads, n == 0, ends)
+            write_turned(out, sides_turned[side], w, bias, blocks, knobs.loads, n == 0, ends)
             continue
         for j in range(len(blocks)):
             first, last = n + j == 0, ends and j + 1 == len(blocks)
             x_chunks = sides[side] if resident else again(sides[side])
-            write_block(out, x_chunks, w, bias, blocks[j], loads, first, last)
+            of_all.append(OutputBlock(out, x_chunks, w, bias, blocks[j], first, last))
+    write_blocks(of_all, knobs.loads)

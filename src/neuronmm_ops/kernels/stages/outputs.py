@@ -141,27 +141,62 @@ class Kept(nl.NKIObject):
         return [received, self.parts_sb] if other == 0 else [self.parts_sb, received]
 
 
-def write_block(
-    out: Any,
-    chunks: list[Chunk],
-    w: DecodeWeight,
-    bias: NkiTensor | None,
-    columns: Span,
-    loads: Loads,
-    first: bool,
-    last: bool,
-) -> None:
-    """out[:, columns] = chunks . w[:, columns] + bias; is it the `first` block, or the `last`?
+class OutputBlock(nl.NKIObject):
+    """Some columns of an output: chunks . w[:, columns] + bias.
 
-    The last loads are short, so that little is left to do when the last byte has come.
+    Args:
+        out: [M, N], as `ToHbm`.
+        chunks: what is contracted.
+        w: [K, N].
+        bias: [N] or None.
+        columns: which of N.
+        first: of all blocks.
+        last: of all; its loads are short, so that little is left to do when the last byte has come.
     """
-    sums = Sums(w, columns, out.tokens, OUTPUT_UNIT, last)
-    if not is_none(w.scale):
-        sums.load_rows(bias)
-    elif not is_none(bias):
-        sums.add_bias(bias)
-    contract(chunks, [sums], loads, first, last)
-    out.put(sums, last)
+
+    def __init__(
+        self,
+        out: Any,
+        chunks: list[Chunk],
+        w: DecodeWeight,
+        bias: NkiTensor | None,
+        columns: Span,
+        first: bool,
+        last: bool,
+    ) -> None:
+        self.out = out
+        self.chunks = chunks
+        self.bias = bias
+        self.first = first
+        self.last = last
+        self.sums = Sums(w, columns, out.tokens, OUTPUT_UNIT, last)
+
+    def load_rows(self) -> None:
+        """Load the rows that the sums of a weight in one byte are multiplied by."""
+        if not is_none(self.sums.weight.scale):
+            self.sums.load_rows(self.bias)
+
+    def contract(self, loads: Loads) -> None:
+        """Make the sums."""
+        if is_none(self.sums.weight.scale) and not is_none(self.bias):
+            self.sums.add_bias(self.bias)
+        contract(self.chunks, [self.sums], loads, self.first, self.last)
+
+
+def write_blocks(blocks: list[OutputBlock], loads: Loads) -> None:
+    """Write blocks of outputs in turn, each one's rows loaded while the one before it is summed.
+
+    They are before its evictions in the program: GpSimdE, which prepares them, shares VectorE's
+    port to SBUF.
+    """
+    if len(blocks) > 0:
+        blocks[0].load_rows()
+    for i in range(len(blocks)):
+        block = blocks[i]
+        block.contract(loads)
+        if i + 1 < len(blocks):
+            blocks[i + 1].load_rows()
+        block.out.put(block.sums, block.last)
 
 
 def write_turned(
