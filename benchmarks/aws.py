@@ -1,13 +1,10 @@
 """AWS's dense kernels for one token, from nki-library's public source, next to ours: modelled."""
 
 import io
-import sys
-import tempfile
 import warnings
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import ml_dtypes
@@ -15,7 +12,7 @@ import numpy as np
 
 import neuroncore
 from benchmarks.layer import TARGET, TOKENS, ModelledLayer, launch_costs
-from benchmarks.library import mend
+from benchmarks.library import importable
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.kernels.problem import Problem
 from neuronmm_ops.kernels.problems import mlp_matrices
@@ -46,22 +43,15 @@ def run(clone: Path, progress: Progress | None = None) -> list[dict[str, Any]]:
     Raises:
         ValueError: there is no such source.
     """
-    source = clone / "src/nkilib_src"
-    if not source.is_dir():
-        raise ValueError(f"{clone} must be a clone of aws-neuron/nki-library; it has no {source}")
     neuroncore.install()
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        copytree(source, Path(folder, "nkilib_src"))
-        mend(Path(folder, "nkilib_src/nkilib/core/mlp/mlp.py"))
-        sys.path.insert(0, folder)
+    with importable(clone):
         cases = [partial(_mlp, model, tp, lnc) for model, tp in RANKS.items() for lnc in (1, 2)]
         cases += [partial(_layer, model, tp, 2) for model, tp in LAYERS]
         for case in cases:
             rows.append(case())
             if progress is not None:
                 progress("trace", len(rows), len(cases))
-        sys.path.remove(folder)
     return rows
 
 

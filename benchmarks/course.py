@@ -13,9 +13,8 @@ a launch, `LAUNCH_US`, which kernels do not have here.
 import ast
 import csv
 import re
-import sys
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import nullcontext
 from math import sqrt
 from pathlib import Path
 from statistics import mean, median
@@ -24,6 +23,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import neuroncore
+from benchmarks import megakernel
+from benchmarks.library import importable
 from benchmarks.nkibench import module_of
 from neuroncore import as_nki
 from neuroncore.dtypes import dtype_of
@@ -293,8 +294,11 @@ def run(
         ValueError: a clone lacks a file.
     """
     rows: list[dict[str, Any]] = []
+    has_layer = not cases and megakernel.is_at_hand(clones)
     cases = cases or (*TIMED, *reported(clones), *searched(clones))
-    with as_nki(), as_neuronxcc(), TemporaryDirectory() as folder, _importable(clones):
+    library = clones / "nki-library"
+    nkilib = importable(library) if library.is_dir() else nullcontext()
+    with as_nki(), as_neuronxcc(), TemporaryDirectory() as folder, nkilib:
         for case in cases:
             text = _text(clones, case.author, case.file)
             if case.step is not None:
@@ -308,19 +312,10 @@ def run(
             named = {"name": case.name, "title": case.title, "at": case.at}
             rows.append(named | case._asdict() | _modelled(case, kernel))
             if progress is not None:
-                progress("trace", len(rows), len(cases))
+                progress("trace", len(rows), len(cases) + has_layer)
+        if has_layer:
+            rows.append(megakernel.row(clones))
     return rows
-
-
-@contextmanager
-def _importable(clones: Path) -> Generator[None]:
-    """What kernels import of nki-library."""
-    path = str(clones / "nki-library/src/nkilib_src")
-    sys.path.insert(0, path)
-    try:
-        yield
-    finally:
-        sys.path.remove(path)
 
 
 def _kernel(module: ModuleType, case: TimedSolution) -> Any:

@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
     description = "kernels that students timed on devices, next to modelled times"
     command = add_command(commands, "course", _course, _show_course, description)
     command.add_argument(
-        "clones", type=Path, metavar="CLONES", help="a folder of the clones, named by their owners"
+        "clones", type=Path, metavar="CLONES", help="the clones, by owner; nki-moe-megakernel"
     )
 
     description = "files of nki-samples in the Beta dialect: migrated, values before and after"

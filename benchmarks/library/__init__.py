@@ -1,7 +1,35 @@
 """Kernels and tests that others published, run unmodified on the simulated core."""
 
 import ast
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+from shutil import copytree
+from tempfile import TemporaryDirectory
+
+
+@contextmanager
+def importable(clone: Path) -> Generator[None]:
+    """nki-library of a clone can be imported, as `nkilib` and as `nkilib_src.nkilib`: a copy of it.
+
+    Raises:
+        ValueError: there is no such source.
+    """
+    source = clone / "src/nkilib_src"
+    if not source.is_dir():
+        raise ValueError(f"{clone} must be a clone of aws-neuron/nki-library; it has no {source}")
+    with TemporaryDirectory() as folder:
+        copy = Path(folder, "nkilib_src")
+        copytree(source, copy)
+        mend(copy / "nkilib/core/mlp/mlp.py")
+        paths = [folder, str(copy)]
+        sys.path[:0] = paths
+        try:
+            yield
+        finally:
+            for path in paths:
+                sys.path.remove(path)
 
 
 def mend(path: Path) -> None:

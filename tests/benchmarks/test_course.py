@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks import course
+from benchmarks import course, megakernel
+from neuroncore import as_nki
 from neuronmm_ops.estimate.served import LAUNCH_US
 
 KERNEL = """
@@ -80,6 +81,36 @@ def test_a_kernel_of_todays_nki_with_nki_library_on_two_cores(clones):
     (row,) = course.run(clones, cases=(fused,))
     assert row["name"] == "attn_tkg, v1, 2 cores, 128 x 1 bfloat16"
     assert row["assumed_us"]["instruction-order"] < row["modelled_us"]
+
+
+LAYERS = """
+import nki.isa as nisa
+import nki.language as nl
+
+
+def _build_multilayer_kernel(layers):
+    def kernel(x, *operands, replica_groups=None):
+        for _ in range(layers * 8):
+            a = nl.ndarray((128, 512), nl.float32, buffer=nl.sbuf)
+            nisa.memset(a, 1.0)
+        return x
+
+    return kernel
+"""
+
+
+def test_a_layer_is_what_the_second_one_adds(clones):
+    folder = clones / "nki-moe-megakernel/megakernels/qwen3_moe"
+    assert not megakernel.is_at_hand(clones)
+    folder.mkdir(parents=True)
+    assert megakernel.is_at_hand(clones)
+    (folder / "transformer_qwen.py").write_text(LAYERS)
+    with as_nki():
+        row = megakernel.row(clones)
+    of_a_memset = 512 / 1.2e3  # us on trn3, a column a cycle
+    assert row["modelled_us"] == pytest.approx(8 * of_a_memset, rel=0.01)
+    low, high = row["range_us"]
+    assert low <= row["modelled_us"] <= high < row["us"]
 
 
 def test_the_summary():
