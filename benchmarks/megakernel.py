@@ -52,7 +52,7 @@ def row(clones: Path) -> dict[str, Any]:
     return {
         "name": "qwen3_moe, a layer in a launch",
         "title": "qwen3_moe",
-        "at": "a further layer, 4 ranks of 2 cores",
+        "at": "layer, 4 ranks",
         "author": "KevGomes1403",
         "target": TARGET,
         "us": MEASURED_US,
