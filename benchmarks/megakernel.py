@@ -39,12 +39,12 @@ def is_at_hand(clones: Path) -> bool:
 
 
 def row(clones: Path) -> dict[str, Any]:
-    """A row of `course.run`, without the cost of a launch; nki-library must be importable."""
-    sys.path.insert(0, str(clones / CLONE))
-    try:
-        source = import_module("megakernels.qwen3_moe.transformer_qwen")
-    finally:
-        sys.path.remove(str(clones / CLONE))
+    """A row of `course.run`, without the cost of a launch; nki-library must be importable.
+
+    Raises:
+        ValueError: the clone has no such kernel, or it needs what is missing.
+    """
+    source = _source(clones / CLONE)
     one, two = [_profile(source, layers) for layers in (1, 2)]
     (low, high), (low_of_two, high_of_two) = one.time_range_ms, two.time_range_ms
     first, second = [{o.name: o.time_ms for o in each.uncertainties} for each in (one, two)]
@@ -66,6 +66,19 @@ def row(clones: Path) -> dict[str, Any]:
         },
         "error": modelled / MEASURED_US - 1,
     }
+
+
+def _source(clone: Path) -> Any:
+    name = "megakernels.qwen3_moe.transformer_qwen"
+    sys.path.insert(0, str(clone))
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"{clone} must have the module {name}, and nki-library must lie next to it: {error}"
+        ) from error
+    finally:
+        sys.path.remove(str(clone))
 
 
 def _profile(source: Any, layers: int) -> Any:

@@ -104,6 +104,8 @@ def test_a_layer_is_what_the_second_one_adds(clones):
     assert not megakernel.is_at_hand(clones)
     folder.mkdir(parents=True)
     assert megakernel.is_at_hand(clones)
+    with pytest.raises(ValueError, match=r"must have the module .*transformer_qwen"):
+        megakernel.row(clones)
     (folder / "transformer_qwen.py").write_text(LAYERS)
     with as_nki():
         row = megakernel.row(clones)
