@@ -8,6 +8,7 @@ import neuroncore as nc
 from neuroncore import isa as nisa
 from neuroncore import language as nl
 from neuroncore.hardware import MACHINES, TRN1, Throttle
+from neuroncore.profile import uncertain
 from neuroncore.timing.resources import RecentUse
 from neuroncore.uncertainty import UNCERTAINTIES, assuming
 
@@ -220,6 +221,20 @@ def test_the_range_holds_what_one_end_hides():
     assert found.time_assuming("dma") == found.time_ms
     both = found.time_assuming("dma", "instruction-order")
     assert found.time_range_ms[0] <= both < found.time_assuming("instruction-order")
+
+
+def test_the_slow_end_has_the_order_of_the_program():
+    """What hides behind it counts, and list scheduling, which is taken where it is quicker, not."""
+
+    def time_on(machine):
+        if not machine.shared_queues:
+            return 1.0
+        return 3.0 + (machine.engine_issue_cycles > 0) - 1.5 * machine.reorders
+
+    machine = MACHINES["trn2"]
+    ends = uncertain.other_ends(machine, time_on)
+    assert {end.name for end in ends if end.time_ms != 1.0} == {"dma-queues"}
+    assert uncertain.together(machine, time_on, ends) == (1.0, 4.0)
 
 
 def test_another_order_may_fill_the_reserve():

@@ -45,10 +45,12 @@ def together(machine: Machine, time_on: TimeOn, ends: Iterable[OtherEnd]) -> tup
     quicker = [end for end in ends if end.time_ms < as_is]
     slower = [end for end in ends if end.time_ms > as_is]
     hidden = [end for end in ends if end.time_ms == as_is]
+    quicker_only = {each.name for each in UNCERTAINTIES if each.only_quicker}
+    may_slow = [end for end in hidden if end.name not in quicker_only]
 
-    def times(some: list[OtherEnd]) -> list[float]:
-        sets = (some, some + hidden)
+    def times(some: list[OtherEnd], others: list[OtherEnd]) -> list[float]:
+        sets = (some, some + others)
         at = [time_on(assuming(machine, [end.name for end in each])) for each in sets]
         return [as_is, *at, *[end.time_ms for end in some]]
 
-    return min(times(quicker)), max(times(slower))
+    return min(times(quicker, hidden)), max(times(slower, may_slow))
