@@ -1,8 +1,5 @@
 """AWS's dense kernels for one token, from nki-library's public source, next to ours: modelled."""
 
-import io
-import warnings
-from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,7 @@ import numpy as np
 
 import neuroncore
 from benchmarks.layer import TARGET, TOKENS, ModelledLayer, launch_costs
-from benchmarks.library import importable
+from benchmarks.library import importable, traced
 from neuronmm_ops.compress.calibrate import Progress
 from neuronmm_ops.kernels.problem import Problem
 from neuronmm_ops.kernels.problems import mlp_matrices
@@ -86,7 +83,7 @@ def _aws_mlp(H: int, I: int, lnc: int) -> float:  # noqa: E741
     from nkilib_src.nkilib.core.mlp.mlp import mlp  # pyright: ignore
 
     operands = [_zeros(*shape) for shape in ((1, 1, H), (H, I), (H, I), (I, H))]
-    return _traced_ms(mlp[lnc], *operands)
+    return traced(mlp[lnc], *operands, target=TARGET).time_ms
 
 
 def _aws_layers(shape: ModelShape, tp: int, lnc: int, layers: int) -> float:
@@ -111,8 +108,9 @@ def _aws_layers(shape: ModelShape, tp: int, lnc: int, layers: int) -> float:
         "K_caches": (1, 1, d, T),
         "V_caches": (1, 1, T, d),
     }
-    return _traced_ms(
+    return traced(
         neuroncore.jit(transformer_tkg)[lnc],
+        target=TARGET,
         X=_zeros(1, 1, H),
         **{name: [_zeros(*sizes) for _ in range(layers)] for name, sizes in each.items()},
         RoPE_cos=_zeros(d // 2, 1, 1),
@@ -126,15 +124,8 @@ def _aws_layers(shape: ModelShape, tp: int, lnc: int, layers: int) -> float:
         alike_ranks=True,
         follow="kernels",
         uninitialised="warn",
-    )
+    ).time_ms
 
 
 def _zeros(*shape: int) -> np.ndarray:
     return np.zeros(shape, ml_dtypes.bfloat16)
-
-
-def _traced_ms(kernel: Any, *operands: np.ndarray, **options: Any) -> float:
-    with redirect_stdout(io.StringIO()), warnings.catch_warnings():  # it reports its memory
-        warnings.simplefilter("ignore", neuroncore.NkiWarning)
-        done = neuroncore.simulate(kernel, *operands, target=TARGET, mode="trace", **options)
-    return done.profile.time_ms

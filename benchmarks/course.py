@@ -283,12 +283,14 @@ def run(
         clones: a folder with the clones, named by their authors, and nki-library. Their Python is
             run.
         progress: called with ("trace", done, in all).
-        cases: the kernels, instead of `TIMED`, `reported` and `searched`.
+        cases: the kernels, instead of `TIMED`, `reported`, `searched` and, where its clone is
+            at hand, the layer of `megakernel`.
 
     Returns:
         A row each with the fields and the name of a case, and in us with the launch: `modelled_us`,
         `range_us` (all that is not known, and the launch at its ends) and `assumed_us` (by each
-        uncertainty that moves it, with its other end); `error` (relative) of the first.
+        uncertainty that moves it, with its other end); `error` (relative) of the first. The
+        layer has no launch.
 
     Raises:
         ValueError: a clone lacks a file.
@@ -315,6 +317,8 @@ def run(
                 progress("trace", len(rows), len(cases) + has_layer)
         if has_layer:
             rows.append(megakernel.row(clones))
+            if progress is not None:
+                progress("trace", len(rows), len(rows))
     return rows
 
 

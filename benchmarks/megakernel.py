@@ -6,17 +6,19 @@ is what the second one adds to a launch of one. The kernel follows nki-library's
 takes its buffer manager and exchange from it; this package has no such kernel.
 """
 
-import io
 import sys
-import warnings
-from contextlib import redirect_stdout
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import neuroncore
+from benchmarks.library import traced
 from neuroncore import TensorSpec
 from neuroncore.dtypes import bfloat16, int32
+from neuroncore.hardware import Machine
+from neuroncore.profile.uncertain import other_ends, together
+from neuroncore.timing.schedule import schedule
 
 CLONE = "nki-moe-megakernel"
 """The folder of its clone, at 621932e."""
@@ -46,9 +48,16 @@ def row(clones: Path) -> dict[str, Any]:
     """
     source = _source(clones / CLONE)
     one, two = [_profile(source, layers) for layers in (1, 2)]
-    (low, high), (low_of_two, high_of_two) = one.time_range_ms, two.time_range_ms
-    first, second = [{o.name: o.time_ms for o in each.uncertainties} for each in (one, two)]
-    modelled = 1e3 * (two.time_ms - one.time_ms)
+
+    @cache
+    def added_us(machine: Machine) -> float:
+        return (
+            schedule(two.launch, machine=machine).time_ns
+            - schedule(one.launch, machine=machine).time_ns
+        ) / 1e3
+
+    ends = other_ends(two.machine, added_us)
+    modelled = added_us(two.machine)
     return {
         "name": "qwen3_moe, a layer in a launch",
         "title": "qwen3_moe",
@@ -60,10 +69,8 @@ def row(clones: Path) -> dict[str, Any]:
         "shapes": [(1, 1, _HIDDEN)],
         "constant": None,
         "modelled_us": modelled,
-        "range_us": [1e3 * (low_of_two - low), 1e3 * (high_of_two - high)],
-        "assumed_us": {
-            name: 1e3 * (time_ms - first.get(name, one.time_ms)) for name, time_ms in second.items()
-        },
+        "range_us": list(together(two.machine, added_us, ends)),
+        "assumed_us": {end.name: end.time_ms for end in ends},
         "error": modelled / MEASURED_US - 1,
     }
 
@@ -81,20 +88,17 @@ def _source(clone: Path) -> Any:
         sys.path.remove(str(clone))
 
 
-def _profile(source: Any, layers: int) -> Any:
+def _profile(source: Any, layers: int) -> neuroncore.Profile:
     shapes = [(1, 1, _HIDDEN), *[shape for shape in _OF_LAYER for _ in range(layers)]]
     specs = [TensorSpec(shape, bfloat16) for shape in (*shapes, (1, _HEAD), (1, _HEAD))]
     kernel = neuroncore.jit(source._build_multilayer_kernel(layers))
-    with redirect_stdout(io.StringIO()), warnings.catch_warnings():  # it reports its memory
-        warnings.simplefilter("ignore", neuroncore.NkiWarning)
-        return neuroncore.simulate(
-            kernel[CORES],
-            *specs,
-            TensorSpec((1, 1), int32),
-            target=TARGET,
-            mode="trace",
-            replica_groups=(tuple(range(RANKS)),),
-            ranks=RANKS,
-            alike_ranks=True,
-            uninitialised="warn",
-        ).profile
+    return traced(
+        kernel[CORES],
+        *specs,
+        TensorSpec((1, 1), int32),
+        target=TARGET,
+        replica_groups=(tuple(range(RANKS)),),
+        ranks=RANKS,
+        alike_ranks=True,
+        uninitialised="warn",
+    )

@@ -1,12 +1,17 @@
 """Kernels and tests that others published, run unmodified on the simulated core."""
 
 import ast
+import io
 import sys
+import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from shutil import copytree
 from tempfile import TemporaryDirectory
+from typing import Any
+
+import neuroncore
 
 
 @contextmanager
@@ -30,6 +35,14 @@ def importable(clone: Path) -> Generator[None]:
         finally:
             for path in paths:
                 sys.path.remove(path)
+
+
+def traced(kernel: Any, *operands: Any, target: str, **options: Any) -> neuroncore.Profile:
+    """The profile of a kernel that uses nki-library, which prints its memory; untold."""
+    with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore", neuroncore.NkiWarning)
+        done = neuroncore.simulate(kernel, *operands, target=target, mode="trace", **options)
+    return done.profile
 
 
 def mend(path: Path) -> None:
