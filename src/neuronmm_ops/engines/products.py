@@ -58,10 +58,10 @@ def middle(
         gated, raised = columns(x, (gate, up), (gate.bias, up.bias), ranks)
         inner = (ACTIVATIONS[act] if isinstance(act, str) else act)(gated) * raised
         return first(down, inner)
-    x_gate, given_up = (x if low is None else low for low in lows(x, (gate, up), ranks))
+    x_gate, x_up = (x if low is None else low for low in lows(x, (gate, up), ranks))
     # Dense columns multiply x itself.
     (w_gate, s_gate), (w_up, s_up), (w_down, s_down) = gate.inner, up.inner, down.inner
-    both = given_up if given_up is not x_gate else None
+    both = x_up if x_up is not x_gate else None
     factors = (x_gate, w_gate, w_up, w_down, both, act)
     return gate.run("mlp", *factors, s_gate, s_up, s_down, gate.compute)
 

@@ -190,10 +190,10 @@ class CompressedLinear(nn.Module):
                     f"({self._get_name()}(..., storage=))"
                 )
         if self.storage is None or any(
-            tensor is None or tensor.shape != ours_of.shape
+            tensor is None or tensor.shape != expected.shape
             for pair, ours in zip(loaded, self.scaled(), strict=True)
-            for tensor, ours_of in zip(pair, ours, strict=True)
-            if ours_of is not None
+            for tensor, expected in zip(pair, ours, strict=True)
+            if expected is not None
         ):
             return None
         try:

@@ -48,8 +48,8 @@ def affine(
     is to be rounded as `rounded_to_fp8` does.
     """
     if scale is not None:
-        factor = rounded_to_fp8(x) if compute == "fp8" else x
-        y = scaled_mm(factor if x.dim() == 2 else factor.unsqueeze(0), w, scale, bias)
+        a = rounded_to_fp8(x) if compute == "fp8" else x
+        y = scaled_mm(a if x.dim() == 2 else a.unsqueeze(0), w, scale, bias)
         return y if x.dim() == 2 else y[0]
     if x.dim() == 1:
         return torch.mv(w.t(), x) if bias is None else torch.addmv(bias, w.t(), x)

@@ -60,9 +60,9 @@ def _fake(spec: OpSpec) -> Callable[..., Results]:
 
     def fake(*args: Any) -> Results:
         arguments = spec.complete(args, {})
-        spec_here = spec.of(arguments)
-        spec_here.check(*arguments)
-        shapes = spec_here.result_shapes(spec_here.split(arguments)[0])
+        of_call = spec.of(arguments)
+        of_call.check(*arguments)
+        shapes = of_call.result_shapes(of_call.split(arguments)[0])
         return spec.returned([args[0].new_empty(shape) for shape in shapes])
 
     return fake
@@ -255,7 +255,7 @@ def _gradients(spec: OpSpec) -> Callable[..., tuple[Tensor | None, ...]]:
                 (one, [next(widths) for _ in names])
                 for one, names in zip(grad_rows, spec.sides, strict=True)
             ]
-            of_sizes = [part for one, gradient in parts for part in one.split(gradient, dim=1)]
+            of_sizes = [part for one, each in parts for part in one.split(each, dim=1)]
         for place, n in biases.items():
             result[place] = of_sizes[n].sum(0) if needs[place] else None
         return tuple(result)

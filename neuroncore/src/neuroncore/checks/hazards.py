@@ -95,9 +95,9 @@ def check_banks(times: CoreSchedule) -> None:
                 if storage.memory is MemoryRegion.psum:
                     for bank in _banks(storage.layout.boxes[region]):
                         uses[storage, bank].append((times.start[number], number))
-    for (storage, _), writes in uses.items():
+    for (storage, _), of_bank in uses.items():
         last: dict[Engine, int] = {}
-        for start, number in sorted(writes):
+        for start, number in sorted(of_bank):
             record = times.issued[number]
             for engine, other in last.items():
                 if engine is not record[0].engine and times.end[other] > start:

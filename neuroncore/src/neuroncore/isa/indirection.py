@@ -46,7 +46,7 @@ _TENSOR_FLOATS = ("float16", "bfloat16", "float8_e4m3", "float8_e5m2", "float8_e
 def issue(
     call: Callable[..., NkiInstruction], opcode: str, arguments: dict[str, Any]
 ) -> NkiInstruction:
-    """Issue `call(**given)`, in which some operands are indirect."""
+    """Issue `call(**arguments)`, in which some operands are indirect."""
     core = running.active(opcode)
     name = arguments.pop("name", None)
     views = {n: v for n, v in arguments.items() if isinstance(v, IndirectTile)}

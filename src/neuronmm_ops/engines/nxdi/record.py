@@ -120,8 +120,8 @@ def as_engine_state(state: MutableMapping[str, Tensor], config: Any, options: An
                 for key in keys:
                     state[key] = state[key].view(BITS[state[key].itemsize])
                 continue
-            factor_in_storage, factor = state.pop(keys[0]), state.pop(keys[1])
-            whole = dequantized(factor_in_storage, factor.float(), options.torch_dtype)
+            stored, factors = state.pop(keys[0]), state.pop(keys[1])
+            whole = dequantized(stored, factors.float(), options.torch_dtype)
             if layer.r is None:
                 state[f"{name}.weight"] = whole.t().contiguous()
             else:

@@ -40,11 +40,11 @@ class TensorParallel(nl.NKIObject):
         if len(parts) > 0:
             rows = self.gathered(parts)
         fitted: list[NkiTensor] = []
-        divided = 0
+        row = 0
         for hbm in streams:
             if hbm.shape[1] < features:
-                fitted.append(self.side_by_side(rows[divided]))
-                divided += 1
+                fitted.append(self.side_by_side(rows[row]))
+                row += 1
             else:
                 fitted.append(hbm)
         return fitted

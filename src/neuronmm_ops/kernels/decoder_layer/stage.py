@@ -160,11 +160,11 @@ class Stage(nl.NKIObject):
         if len(us) > 0:
             low = side_by_side(self.ranks.summed([self.low(chunks, us)])[0], us)
         sides: list[list[Chunk]] = []
-        pairs = 0
+        pair = 0
         for n in range(count):
             if self.is_pair[n]:
-                sides.append(self.chunks(low[pairs]))
-                pairs += 1
+                sides.append(self.chunks(low[pair]))
+                pair += 1
             else:
                 sides.append(chunks)
         return sides

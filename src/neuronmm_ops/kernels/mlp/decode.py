@@ -9,7 +9,7 @@ from neuronmm_ops.kernels.stages.chunks import Chunk, chunks_of
 from neuronmm_ops.kernels.stages.decode import ahead, own
 from neuronmm_ops.kernels.stages.decode_tiling import Loads, output_blocks, turned_tiles
 from neuronmm_ops.kernels.stages.linears import LinearKnobs, MlpKnobs
-from neuronmm_ops.kernels.stages.outputs import Kept, OutputBlock, ToHbm, write_blocks, write_turned
+from neuronmm_ops.kernels.stages.outputs import Kept, ToHbm, write_product, write_turned
 from neuronmm_ops.kernels.stages.stationary import Turned, turned
 from neuronmm_ops.kernels.stages.tiling import PARTITIONS, Span, core_span, spans
 from neuronmm_ops.kernels.stages.weights import DecodeWeight, check_one_dtype, lanes_for
@@ -150,11 +150,7 @@ def write_dense_mlp(
         part = core_span(I, 1 - nl.program_id(0), 2, group) if two else Span(0, I)
         lanes, width = lanes_for(weights, M), knobs.k_chunk
         h_chunks.extend(chunks_of(h_hbm[0], part, 0, width, dtype, up_scale, lanes, group))
-    of_out: list[OutputBlock] = []
-    for i in range(len(blocks)):
-        first, last = i == 0, i + 1 == len(blocks)
-        of_out.append(OutputBlock(out, h_chunks, weights[2], None, blocks[i], first, last))
-    write_blocks(of_out, linear.loads)
+    write_product(out, h_chunks, weights[2], blocks, linear.loads)
 
 
 def hidden_turned(

@@ -126,10 +126,10 @@ def cast_shares(columns: int, weights: tuple[int, ...]) -> list[Span]:
     for weight in weights:
         total += weight
     shares: list[Span] = []
-    start, rates = 0, 0
+    start, up_to = 0, 0
     for weight in weights:
-        rates += weight
-        end = columns * rates // total
+        up_to += weight
+        end = columns * up_to // total
         if end > start:
             shares.append(Span(start, end - start))
         start = end
@@ -137,7 +137,7 @@ def cast_shares(columns: int, weights: tuple[int, ...]) -> list[Span]:
 
 
 def cast_by_dma(before: int, tiles: int, every: int) -> int:
-    """How many of `tiles` K tiles after `seen` others a DMA casts: each `every`-th; 0: none."""
+    """How many of `tiles` K tiles after `before` others a DMA casts: each `every`-th; 0: none."""
     if every == 0:
         return 0
     return tiles_in(before + tiles, every) - tiles_in(before, every)

@@ -199,6 +199,17 @@ def write_blocks(blocks: list[OutputBlock], loads: Loads) -> None:
         block.out.put(block.sums, block.last)
 
 
+def write_product(
+    out: Any, chunks: list[Chunk], w: DecodeWeight, blocks: list[Span], loads: Loads
+) -> None:
+    """out[:, blocks] = chunks . w[:, blocks]: the launch's only output."""
+    of_out: list[OutputBlock] = []
+    for i in range(len(blocks)):
+        first, last = i == 0, i + 1 == len(blocks)
+        of_out.append(OutputBlock(out, chunks, w, None, blocks[i], first, last))
+    write_blocks(of_out, loads)
+
+
 def write_turned(
     out: Any,
     activations: list[Turned],

@@ -95,7 +95,7 @@ class DecodeWeight(nl.NKIObject):
         self.rows = rows_of(hbm)
 
     def cast_by_dma(self, before: int, tiles: int) -> int:
-        """How many of `tiles` K tiles after `seen` others a DMA casts."""
+        """How many of `tiles` K tiles after `before` others a DMA casts."""
         return cast_by_dma(before, tiles, self.dma_cast if self.casts and self.group == 0 else 0)
 
     def loaded(self, tile_hbm: NkiTensor, columns: Span, by_dma: int) -> list[NkiTensor]:

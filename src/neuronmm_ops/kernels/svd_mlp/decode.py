@@ -13,7 +13,7 @@ from neuronmm_ops.kernels.stages.decode import (
 )
 from neuronmm_ops.kernels.stages.decode_tiling import Loads, output_blocks, turned_tiles
 from neuronmm_ops.kernels.stages.linears import LinearKnobs, MlpKnobs
-from neuronmm_ops.kernels.stages.outputs import Kept, OutputBlock, ToHbm, write_blocks, write_turned
+from neuronmm_ops.kernels.stages.outputs import Kept, ToHbm, write_product, write_turned
 from neuronmm_ops.kernels.stages.stationary import (
     Turned,
     TurnedSums,
@@ -192,11 +192,7 @@ def write_gated(
             group,
         )
     d_chunks = project(h_chunks, [us[2]], rank_block, False, loads, M)[0]
-    of_out: list[OutputBlock] = []
-    for i in range(len(blocks)):
-        first, last = i == 0, i + 1 == len(blocks)
-        of_out.append(OutputBlock(out, d_chunks, vs[2], None, blocks[i], first, last))
-    write_blocks(of_out, loads)
+    write_product(out, d_chunks, vs[2], blocks, loads)
 
 
 def gated(

@@ -88,8 +88,8 @@ def implementation_of(spec: OpSpec, launcher: Launcher) -> Callable[..., Results
     @wraps(spec.reference)  # torch_neuronx reads an op's schema from its function's signature
     def implementation(*args: Any, **kwargs: Any) -> Results:
         arguments = spec.complete(args, kwargs)
-        spec_here = spec.of(arguments)
-        return launcher(spec_here, *spec_here.split(arguments))
+        of_call = spec.of(arguments)
+        return launcher(of_call, *of_call.split(arguments))
 
     return implementation
 

@@ -41,10 +41,10 @@ def reference(
     ):
         SPEC.check(*args)
     try:
-        x_gate = given_up = flat(x, w_gate)
+        of_gate = of_up = flat(x, w_gate)
         if x_up is not None:
-            given_up = x_up.reshape(-1) if x_gate.dim() == 1 else rows(x_up)
-        sides = (x_gate, w_gate, w_gate_scale), (given_up, w_up, w_up_scale)
+            of_up = x_up.reshape(-1) if of_gate.dim() == 1 else rows(x_up)
+        sides = (of_gate, w_gate, w_gate_scale), (of_up, w_up, w_up_scale)
         hidden = gated(*sides, ACTIVATIONS[activation], compute)
         return batched(affine(hidden, w_down, None, w_down_scale, compute), x)
     except (RuntimeError, IndexError):
@@ -63,10 +63,10 @@ def backward(
     activation: str,
 ) -> tuple[Tensor | None, ...]:
     """Return dx, the gradients of the weights, and dx_up where there is an x_up."""
-    given_up = x if x_up is None else x_up
+    of_up = x if x_up is None else x_up
     needs_up = needs[0] if x_up is None else needs[4]
     # Recomputed rather than saved, as in svd_mlp.
-    gate, up = mm(x, w_gate), mm(given_up, w_up)
+    gate, up = mm(x, w_gate), mm(of_up, w_up)
     act = ACTIVATIONS[activation](gate)
 
     needs_hidden = any(needs[:3]) or needs_up
@@ -75,7 +75,7 @@ def backward(
     if dhidden is not None:
         dgate = activation_backward(activation, dhidden * up, gate)
         dx, dw_gate = matrix_backward(dgate, needs[:2], x, w_gate)
-        dx_up, dw_up = matrix_backward(dhidden * act, (needs_up, needs[2]), given_up, w_up)
+        dx_up, dw_up = matrix_backward(dhidden * act, (needs_up, needs[2]), of_up, w_up)
     if x_up is None and dx is not None and dx_up is not None:
         dx, dx_up = dx + dx_up, None
     return dx, dw_gate, dw_up, dw_down, dx_up
