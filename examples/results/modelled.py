@@ -10,6 +10,7 @@ from selection import (
     gain_as_served,
     model_name,
     models,
+    one_launch_as_served,
     setting,
     tradeoffs,
     variant,
@@ -22,6 +23,7 @@ from benchmarks.nkibench import FITTED, score
 from benchmarks.published import scores
 from neuroncore.hardware import DMA_MODELS
 from neuronmm_ops.estimate.ends import compared, ratios_of
+from neuronmm_ops.estimate.served import FURTHER_US, LAUNCH_US, TOKEN_US
 from neuronmm_ops.models import SHAPES
 
 PHASES = ("prefill", "decode")
@@ -127,7 +129,7 @@ def whole() -> str:
     dense = variant(first, "dense")["phases"]
     one_dense = number(dense["decode"]["one_launch"]["time_ms"])
     rows = [["nothing (`dense`)", *(number(dense[p]["time_ms"]) for p in PHASES), *[""] * 5]]
-    rows[0] += [one_dense, "", "", ""]
+    rows[0] += [one_dense, *[""] * 4]
     for ratio, targets, is_one_byte in WHOLE:
         one = document("whole", whole_command(ratio, targets, is_one_byte))
         own = variant(one, "low_rank")["phases"]
@@ -135,26 +137,26 @@ def whole() -> str:
         rows.append(
             [
                 f"{_TARGETS[targets]}, ratio {ratio:g}, "
-                + ("every Linear of the layers in fp8" if is_one_byte else "bf16"),
+                + ("layers in fp8" if is_one_byte else "bf16"),
                 *(number(own[p]["time_ms"]) for p in PHASES),
                 *(ranged(one["speedups"]["ours"][p]) for p in PHASES),
                 gain_as_served(one),
                 *([ranged(one["speedups"][kind]["decode"]) for kind in kinds] or ["", ""]),
                 number(own["decode"]["one_launch"]["time_ms"]),
                 ranged(one["speedups"]["ours"]["decode"]["one_launch"]),
+                one_launch_as_served(one),
                 ranged(one["speedups"]["width"]["decode"]),
                 ranged(one["speedups"]["width"]["decode"]["one_launch"]),
             ]
         )
     head = ["compressed", "prefill ms", "decode ms", "prefill", "decode", "as served"]
-    head += ["of it one byte alone", "and rank at equal storage"]
-    head += ["one launch, ms", "decode", "narrower MLPs instead: decode", "one launch"]
+    head += ["one byte alone", "rank at equal storage"]
+    head += ["one launch, ms", "decode", "as served", "narrower MLPs: decode", "one launch"]
     return table(head, rows)
 
 
 _TARGETS = {
     "mlp": "MLPs",
-    "gate_proj up_proj down_proj o_proj": "MLPs and `o_proj`",
     "all-linear": "all",
 }
 
@@ -379,10 +381,10 @@ def served() -> str:
             for model, phases in of.items()
         ],
     )
-    rests = sorted(row["launch_us"] for phases in of.values() for row in phases["decode"])
     return (
-        f"{shown}\n\nIn decode {rests[0]:.1f} to {rests[-1]:.1f} us a launch, "
-        f"{rests[len(rests) // 2]:.1f} in the middle, would explain the rest."
+        f"{shown}\n\nIn decode {LAUNCH_US.low} to {LAUNCH_US.high} us a launch would explain the "
+        f"rest, or {TOKEN_US.middle / 1e3} ms a token and, in the middle, {FURTHER_US.middle} us a "
+        f"launch, {FURTHER_US.high} at most."
     )
 
 

@@ -149,8 +149,15 @@ def models(name: str) -> list[Row]:
 
 
 def gain_as_served(one: Row) -> str:
-    """Decode's speed-up with what a launch costs where models are served."""
+    """Decode's speed-up with what tokens and launches cost where models are served."""
     own, dense = (variant(one, name)["phases"]["decode"] for name in ("low_rank", "dense"))
+    return ranged(speedup_as_served(own, dense))
+
+
+def one_launch_as_served(one: Row) -> str:
+    """The same, where layers share a launch."""
+    phases = [variant(one, name)["phases"] for name in ("low_rank", "dense")]
+    own, dense = (each["decode"]["one_launch"] for each in phases)
     return ranged(speedup_as_served(own, dense))
 
 

@@ -38,7 +38,6 @@ PARETO_RATIOS = (0.1, 0.2, 0.3, 0.5)
 STORAGES = ("bf16", "fp8")
 WHOLE = (
     (0.2, "mlp", False),
-    (0.2, "gate_proj up_proj down_proj o_proj", False),
     (0.2, "all-linear", False),
     (0.2, "mlp", True),
     (0.2, "all-linear", True),

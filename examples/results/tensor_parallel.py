@@ -1,6 +1,6 @@
 """Tables of tensor parallelism: what ranks send and hold, and what low rank gains on them."""
 
-from selection import Row, document, gain_as_served, variant
+from selection import Row, document, gain_as_served, one_launch_as_served, variant
 from sources import DIVIDED, DIVIDED_MODELS, divided_command
 from writing import number, ranged, table
 
@@ -112,6 +112,7 @@ def speedups() -> str:
         "as served",
         "slow links",
         "one launch",
+        "as served",
         "slow links",
         "dense fp8: decode",
         "one launch",
@@ -139,5 +140,6 @@ def _gains(one: Row) -> list[str]:
         gain_as_served(one),
         ranged(compared(compressed, dense)),
         ranged(ours["decode"]["one_launch"]),
+        one_launch_as_served(one),
         f"{slow[0] / slow[1]:.2f}x",
     ]

@@ -5,7 +5,7 @@ from typing import Any
 
 from neuroncore.cli.console import show_table, stdout
 from neuronmm_ops.cli.bench_ranks import VARIANTS
-from neuronmm_ops.estimate.served import LAUNCH_US, as_served, speedup_as_served
+from neuronmm_ops.estimate.served import FURTHER_US, TOKEN_US, as_served, speedup_as_served
 
 _COLUMNS = (
     *("", "ms", "as\nserved", "range", "tokens/s\nserved"),
@@ -24,9 +24,10 @@ def show_served(documents: list[dict[str, Any]]) -> None:
         title = f"A token, tp {document['tp']}: modelled, and as served"
         show_table(_COLUMNS, rows, left=[""], title=title)
     stdout.print(
-        f"As served: each launch and collective of a token costs {LAUNCH_US.middle:g} us more "
-        f"({LAUNCH_US.low:g} to {LAUNCH_US.high:g}): what AWS's published times per token have "
-        "beyond our dense model. Prefill has no such column: what is missing there grows with the "
+        f"As served: a token costs {TOKEN_US.middle:g} us more ({TOKEN_US.low:g} to "
+        f"{TOKEN_US.high:g}), and each of its launches and collectives {FURTHER_US.middle:g} "
+        f"({FURTHER_US.low:g} to {FURTHER_US.high:g}): what published times per token have beyond "
+        "our models. Prefill has no such column: what is missing there grows with the "
         "prompt, and launches do not explain it."
     )
 

@@ -18,7 +18,7 @@ from neuronmm_ops.estimate.ends import ENDS, compared, ratios_of
 from neuronmm_ops.estimate.linears import DTYPE, HEAD
 from neuronmm_ops.estimate.memory import everywhere, weight_bytes
 from neuronmm_ops.estimate.passes import PHASES, fitting
-from neuronmm_ops.estimate.served import LAUNCH_US, as_served, speedup_as_served
+from neuronmm_ops.estimate.served import FURTHER_US, TOKEN_US, as_served, speedup_as_served
 from neuronmm_ops.estimate.speculation import speculated
 from neuronmm_ops.estimate.subject import Options, prepared
 from neuronmm_ops.plan.layouts import Layout
@@ -71,10 +71,10 @@ def run(
         `memory` are of one rank. With tp a phase's `layouts` has every way to divide the weights of
         a layer's component, and `published_collectives` its time where no collective is quicker
         than published ones. `speedups` have a middle, a range and each end (`by_model`). Decode's
-        phases and speed-ups have `as_served`, with `launch_us` added for each launch and collective
-        (see `served`). Decode's `one_launch` has a token whose layers share launches, and the time
-        of its bytes at the DMA peak; or `left_out`, why they do not. `left_out` names what is not
-        counted, and variants that cannot run.
+        phases and speed-ups have `as_served`, with `token_us` added, and `launch_us` for each
+        launch and collective (see `served`). Decode's `one_launch` has a token whose layers share
+        launches, and the time of its bytes at the DMA peak; or `left_out`, why they do not.
+        `left_out` names what is not counted, and variants that cannot run.
         `checkpoint` is as `recorded.described`, null without one; `draft` as
         `speculation.speculated`, with its `name`, null without one.
 
@@ -113,7 +113,8 @@ def run(
         "batch": options.batch,
         "dtype": DTYPE,
         **subject.described,
-        "launch_us": LAUNCH_US._asdict(),
+        "token_us": TOKEN_US._asdict(),
+        "launch_us": FURTHER_US._asdict(),
         "variants": rows,
         "speedups": _speedups(rows, subject.speedups),
         "draft": None

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from neuronmm_ops.estimate.served import LAUNCH_US
+from neuronmm_ops.estimate.served import FURTHER_US, TOKEN_US
 
 GAMMA = (
     "gamma: drop of the mean accuracy / (speed-up - 1), in %, lower is better; undefined where the "
@@ -73,9 +73,10 @@ def _modelled(at: Mapping[str, Any], rows: list[dict[str, Any]]) -> Iterator[str
         "simulated core, with the paper's uniform ranks for the ratio, whatever the method's. "
         "Speed-up: over our own best dense kernels, its range over what small DMAs may cost; "
         "published setting: NeuronMM's kernels over the tutorial matmul that they were compared "
-        "with. As served: tokens/s, and the speed-up of decode, where each launch and collective "
-        f"of a token costs {LAUNCH_US.middle:g} us more ({LAUNCH_US.low:g} to {LAUNCH_US.high:g}), "
-        "which AWS's published times per token have beyond our dense model."
+        "with. As served: tokens/s, and the speed-up of decode, where a token costs "
+        f"{TOKEN_US.middle:g} us more ({TOKEN_US.low:g} to {TOKEN_US.high:g}), and each of its "
+        f"launches and collectives {FURTHER_US.middle:g} ({FURTHER_US.low:g} to "
+        f"{FURTHER_US.high:g}), which published times per token have beyond our models."
     )
     named = {part for row in rows for part in (row["modelled"] or {}).get("left_out", ())}
     yield from (f"Modelled times leave out {part}." for part in sorted(named))
