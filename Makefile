@@ -16,7 +16,8 @@ ENGINES_INSTALLED := $(ENGINES_VENV)/.installed
 # Where `python tests/engines/sources/checkouts.py DIR` finds the engines' public sources.
 SOURCES := out/sources
 # A file's tests share their models and builds, so one process runs them all.
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile
+# In the order of the folders: sorted by their number of tests, the longest files would come last.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 # What oneDNN, torch and MKL obey: a CPU with bf16 units then computes as one without.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
