@@ -80,6 +80,8 @@ def test_unknown_names_are_told_what_is_close(given, near, far):
         {"model_type": "qwen3_moe", "num_experts": 128},
         {"model_type": "deepseek_v3", "n_routed_experts": 256},
         {"model_type": "gpt2"},
+        {"model_type": "bert"},
+        {"model_type": "no_such"},
         {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
         {"layer_types": [["full_attention"]]},
     ],

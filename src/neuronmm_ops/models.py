@@ -56,17 +56,22 @@ class ModelShape:
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _LARGEST_SIZE = 2**24
-_HEAD_NORMS = ("qwen3", "qwen3_vl_text")
+_HEAD_NORMS = ("exaone4", "gemma3_text", "hunyuan_v1_dense", "qwen3", "qwen3_vl_text")
 """Values of `model_type` in the config.json of models that norm each head."""
+_TIED = ("cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3", "vaultgemma")
+"""The same of models whose head is the embedding where config.json does not say."""
 _ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers whose attention is one of queries, keys and values."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Keys of the number of a layer's experts."""
-_UNGATED = (
-    *("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt"),
-    *("nemotron", "opt", "phi", "starcoder2"),
+DESCRIBED = (
+    *("cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2"),
+    *("gemma3_text", "glm", "glm4", "glm4v_text", "granite", "helium"),
+    *("hunyuan_v1_dense", "hyperclovax", "internlm3", "llama", "ministral", "ministral3"),
+    *("mistral", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_5_vl_text", "qwen2_vl_text"),
+    *("qwen3", "qwen3_vl_text", "seed_oss", "smollm3", "stablelm", "vaultgemma"),
 )
-"""Values of `model_type` of models whose MLPs have two Linears."""
+"""Values of `model_type` of models whose layers `ModelShape` describes."""
 SHAPES: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
@@ -151,9 +156,11 @@ def shape_from_config(path: Path) -> ModelShape:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold one JSON object, as Transformers saves it")
-    tied = config.get("tie_word_embeddings") is True
+    tied = config.get("tie_word_embeddings")
     if isinstance(text_config := config.get("text_config"), dict):  # it reads images or sound too
         config = text_config
+    if tied is None:
+        tied = config.get("tie_word_embeddings", config.get("model_type") in _TIED)
     _check_layers(config, path)
     heads = _size(config, "num_attention_heads", path)
     width = _size(config, "hidden_size", path)
@@ -166,7 +173,7 @@ def shape_from_config(path: Path) -> ModelShape:
         kv_heads=_size(config, "num_key_value_heads", path, heads),
         head_dim=_size(config, "head_dim", path, max(1, width // heads)),
         vocab_size=_size(config, "vocab_size", path),
-        tied=tied,
+        tied=tied is True,
         head_norm=config.get("model_type") in _HEAD_NORMS,
     )
 
@@ -176,7 +183,7 @@ def _check_layers(config: dict[str, Any], path: Path) -> None:
     experts = {key: config[key] for key in _EXPERTS if config.get(key) not in (None, 0, 1)}
     kind = config.get("model_type")
     unsupported = [f"{key} {value!r}" for key, value in experts.items()]
-    unsupported += [f"model_type {kind!r}"] if kind in _UNGATED else []
+    unsupported += [f"model_type {kind!r}"] if kind not in (None, *DESCRIBED) else []
     crossing = config.get("cross_attention_layers")
     unsupported += [f"cross_attention_layers {crossing!r}"] if crossing else []
     layer_types = config.get("layer_types")
@@ -185,7 +192,8 @@ def _check_layers(config: dict[str, Any], path: Path) -> None:
     if unsupported:
         raise ValueError(
             f"{path}: a layer has an attention and one MLP of gate, up and down projection; got "
-            f"{', '.join(unsupported)}; give a config.json with such layers for an estimate"
+            f"{', '.join(unsupported)}; give a config.json with such layers, of model_type llama, "
+            "for an estimate"
         )
 
 

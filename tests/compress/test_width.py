@@ -1,6 +1,7 @@
 """prune_share: what narrower MLPs have of what a budget removes."""
 
 import copy
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -125,16 +126,22 @@ def test_time_is_that_of_the_dense_model_too():
     assert spent_us(report.layers) <= 0.9 * whole * (1 + 1e-9) < narrower < whole
 
 
-def test_what_no_allocation_meets_leaves_the_model_as_it_was():
-    """Of so narrow matrices no pair is quicker than the dense one."""
-    model = tiny_family("phi")
+@contextmanager
+def is_as_it_was(model):
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    config = changed(budget="time", target="trn2")
-    with pytest.raises(NoAllocationError, match="no allocation meets the budget"):
-        compress_(model, config, BATCHES)
+    yield
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.config.intermediate_size == model.model.layers[0].mlp.fc2.in_features == 176
+
+
+def test_what_no_allocation_meets_leaves_the_model_as_it_was():
+    """Of so narrow matrices no pair is quicker than the dense one."""
+    model, stages = tiny_family("phi"), []
+    config = changed(budget="time", target="trn2")
+    with is_as_it_was(model), pytest.raises(NoAllocationError, match="no allocation meets"):
+        compress_(model, config, BATCHES, lambda *stage: stages.append(stage))
+    assert stages == []  # before anything is measured
     with pytest.raises(NoAllocationError):
         compare.nearest(model, [changed(prune_share=0.0, budget="time", target="trn2")], BATCHES)
     possible = SVDConfig(ratio=0.4, block=8)
@@ -142,6 +149,16 @@ def test_what_no_allocation_meets_leaves_the_model_as_it_was():
         taken, found = compare.nearest(model, configs, BATCHES)
         assert taken == possible
         assert found[configs.index(config)] == float("inf")
+
+
+def test_what_fails_after_the_mlps_are_narrower_leaves_them_as_they_were():
+    def refuse(needed):
+        raise OSError(f"no room for {needed}")
+
+    model = tiny_family("phi")
+    source = LayersInMemory(model, check_room=refuse)
+    with is_as_it_was(model), pytest.raises(OSError, match="no room"):
+        compress_layers(source, CONFIG, BATCHES, only_text=True)
 
 
 def test_room_is_looked_for_without_what_left():

@@ -25,7 +25,7 @@ def show_served(documents: list[dict[str, Any]]) -> None:
         show_table(_COLUMNS, rows, left=[""], title=title)
     stdout.print(
         f"As served: a token costs {TOKEN_US.middle:g} us more ({TOKEN_US.low:g} to "
-        f"{TOKEN_US.high:g}), and each of its launches and collectives {FURTHER_US.middle:g} "
+        f"{TOKEN_US.high:g}), and each launch or collective of it {FURTHER_US.middle:g} "
         f"({FURTHER_US.low:g} to {FURTHER_US.high:g}): what published times per token have beyond "
         "our models. Prefill has no such column: what is missing there grows with the "
         "prompt, and launches do not explain it."

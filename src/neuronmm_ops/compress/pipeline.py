@@ -98,7 +98,11 @@ def compress_layers(
     if not config.prune_share:
         return _compress(source, config, calibration, only_text)
     batches = _batches(source.model, config, calibration)
-    with narrowed(source, config, batches, only_text) as (rest, what):
+
+    def check(rest: SVDConfig) -> None:
+        _checked(source, rest, only_text)
+
+    with narrowed(source, config, batches, only_text, check) as (rest, what):
         return _compress(source, rest, batches, only_text, config.ratio, what)
 
 
@@ -112,16 +116,11 @@ def _compress(
 ) -> CompressionReport:
     """Replace targets by pairs and stored matrices; `asked` is the ratio of the wider MLPs."""
     model, progress = source.model, source.progress
-    selection = select_targets(model, config, only_text)
-    selected = {**selection.linears, **selection.head}.items()
-    dtypes = {name: linear.weight.dtype for name, linear in selected} | dict(source.dtypes)
-    check_storage(config, selection.linears, dtypes)
-    stored, targets = selection.storages(config), selection.linears | selection.head
-    limits = rank_limits(config, selection.linears, dtypes) | dict.fromkeys(selection.head)
+    selection, dtypes, limits = _checked(source, config, only_text)
     warn_of_coverage(model, config, selection, limits, stacklevel=5)  # no_grad's wrapper is one
+    stored, targets = selection.storages(config), selection.linears | selection.head
     largest = _without_dense(limits)
     linears = {name: selection.linears[name] for name in largest}
-    check_budget(config, linears, dtypes)
     runs = linears or config.one_byte or narrowed
     batches = _batches(model, config, calibration) if runs else []
     config = followable(model, config, targets, batches)
@@ -168,6 +167,20 @@ def _compress(
     swap_modules_(model, factors)
     attach(model, report)
     return report
+
+
+def _checked(
+    source: LayerSource, config: SVDConfig, only_text: bool
+) -> tuple[Selection, dict[str, torch.dtype], dict[str, Rank]]:
+    """Return the targets, their dtypes and largest ranks; raise where no budget or storage fits."""
+    selection = select_targets(source.model, config, only_text)
+    selected = {**selection.linears, **selection.head}.items()
+    dtypes = {name: linear.weight.dtype for name, linear in selected} | dict(source.dtypes)
+    check_storage(config, selection.linears, dtypes)
+    limits = rank_limits(config, selection.linears, dtypes) | dict.fromkeys(selection.head)
+    linears = {name: selection.linears[name] for name in _without_dense(limits)}
+    check_budget(config, linears, dtypes)
+    return selection, dtypes, limits
 
 
 def _factorize(

@@ -1,6 +1,6 @@
 """A share of what a budget removes, by narrower MLPs; pairs take the rest."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -12,10 +12,12 @@ from neuronmm_ops.compress.budget import dense_costs
 from neuronmm_ops.compress.calibrate import warn_if_few
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.compress.prune import (
+    MLP,
     check_config,
     downs_of,
     inner_features,
     mlps_of,
+    narrow_,
     text_config,
     whole_blocks,
 )
@@ -31,7 +33,11 @@ WIDTHS = (0.05, 0.1, 0.2, 0.3)
 
 @contextmanager
 def narrowed(
-    source: LayerSource, config: SVDConfig, calibration: Sequence[Batch], only_text: bool
+    source: LayerSource,
+    config: SVDConfig,
+    calibration: Sequence[Batch],
+    only_text: bool,
+    check: Callable[[SVDConfig], object],
 ) -> Generator[tuple[SVDConfig, NarrowedMLPs]]:
     """Leave out inner features for the `prune_share` of what the config removes.
 
@@ -41,12 +47,14 @@ def narrowed(
         config: with a `prune_share`.
         calibration: as of `compress_`.
         only_text: as of `select_targets`.
+        check: called with the config for what is left of the budget before anything is measured,
+            while the model's Linears have the new sizes, without values.
 
     Yields:
-        The config for what is left of the budget, and what was left out.
+        That config, and what was left out.
 
     Raises:
-        ValueError: `kept_width` finds none, or `prune_` refuses the MLPs.
+        ValueError: `kept_width` finds none, `check` raises it, or `prune_` refuses the MLPs.
         NonFiniteError: as of `prune_`.
     """
     model, dtypes = source.model, source.dtypes
@@ -56,20 +64,38 @@ def narrowed(
     warn_if_few(sum(map(count_tokens, calibration)), downs_of(mlps), stacklevel=7)
     linears = [linear for mlp in mlps.values() for linear in (*mlp.into, mlp.down)]
     before = [(linear, linear.weight, linear.bias) for linear in linears]
+    parameters = sum(weight.numel() for _, weight, _ in before)
     cost = sum(_costs(model, config, dtypes, only_text).values())
-    source.narrow(config, calibration, mlps, kept)
-    try:
-        left = sum(_costs(model, config, dtypes, only_text).values())
-        removed = sum(weight.numel() - linear.weight.numel() for linear, weight, _ in before)
-        itemsize = dtypes.get(next(iter(mlps)), linears[0].weight.dtype).itemsize
-        report = NarrowedMLPs(inner, kept, removed, removed * itemsize)
-        yield replace(config, ratio=max(0.0, 1 - (1 - config.ratio) * cost / left)), report
-    except BaseException:
+
+    def restore() -> None:
         text_config(model).intermediate_size = inner
         for linear, weight, bias in before:
             linear.weight, linear.bias = weight, bias
             linear.out_features, linear.in_features = weight.shape
+
+    try:
+        for mlp in mlps.values():
+            _narrow_without_values(mlp, kept)
+        removed = parameters - sum(linear.weight.numel() for linear in linears)
+        left = sum(_costs(model, config, dtypes, only_text).values())
+        rest = replace(config, ratio=max(0.0, 1 - (1 - config.ratio) * cost / left))
+        check(rest)
+    finally:
+        restore()
+    source.narrow(config, calibration, mlps, kept)
+    try:
+        itemsize = dtypes.get(next(iter(mlps)), linears[0].weight.dtype).itemsize
+        yield rest, NarrowedMLPs(inner, kept, removed, removed * itemsize)
+    except BaseException:
+        restore()
         raise
+
+
+def _narrow_without_values(mlp: MLP, kept: int) -> None:
+    for linear in (*mlp.into, mlp.down):
+        for name, parameter in linear.named_parameters(recurse=False):
+            setattr(linear, name, nn.Parameter(parameter.to("meta"), requires_grad=False))
+    narrow_(mlp, torch.arange(kept, device="meta"), mlp.down.weight[:, :kept])
 
 
 def kept_width(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from neuronmm_ops.estimate.ends import compared, spread
 
 
-class Cost(NamedTuple):
+class ServingCost(NamedTuple):
     """Microseconds beyond a modelled time."""
 
     low: float
@@ -16,7 +16,7 @@ class Cost(NamedTuple):
     high: float
 
 
-LAUNCH_US = Cost(6.2, 9.3, 19.1)
+LAUNCH_US = ServingCost(6.2, 9.3, 19.1)
 """What AWS's published times per token exceed our dense model by, for each of its launches.
 
 Lowest, median and highest of the 16 "bound" rows of decode that `python benchmarks published` has
@@ -26,7 +26,7 @@ launch alone. Prefill has none: in the same runs its rest by launch is two to fi
 decode at 128 tokens, and more than a hundred times at 8192, so it is not the launches'.
 """
 
-TOKEN_US = Cost(0.0, 1500.0, 1500.0)
+TOKEN_US = ServingCost(0.0, 1500.0, 1500.0)
 """What a token costs, however few its launches.
 
 github.com/KevGomes1403/nki-moe-megakernel (621932e) runs all 48 layers of Qwen3-30B-A3B in one
@@ -35,7 +35,7 @@ Least squares over the rows of `LAUNCH_US` give 1.7 ms a token, and 7.3 us a lau
 end launches alone cost.
 """
 
-FURTHER_US = Cost(LAUNCH_US.low, 6.8, 16.7)
+FURTHER_US = ServingCost(LAUNCH_US.low, 6.8, 16.7)
 """What each launch and collective of a token costs with `TOKEN_US`, end by end, by the same rows.
 
 Without `TOKEN_US` the lowest is that of `LAUNCH_US`.

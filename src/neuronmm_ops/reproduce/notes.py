@@ -71,12 +71,12 @@ def _modelled(at: Mapping[str, Any], rows: list[dict[str, Any]]) -> Iterator[str
         f"Modelled: {at['prompt']} prompt and {at['new']} new tokens, batch {at['batch']}, on "
         f"{at['target']} with lnc {at['lnc']} and tp {at['tp']}, from kernels traced on the "
         "simulated core, with the paper's uniform ranks for the ratio, whatever the method's. "
-        "Speed-up: over our own best dense kernels, its range over what small DMAs may cost; "
+        "Speed-up: over our own best dense kernels, its range over all that is not known; "
         "published setting: NeuronMM's kernels over the tutorial matmul that they were compared "
         "with. As served: tokens/s, and the speed-up of decode, where a token costs "
-        f"{TOKEN_US.middle:g} us more ({TOKEN_US.low:g} to {TOKEN_US.high:g}), and each of its "
-        f"launches and collectives {FURTHER_US.middle:g} ({FURTHER_US.low:g} to "
-        f"{FURTHER_US.high:g}), which published times per token have beyond our models."
+        f"{TOKEN_US.middle:g} us more ({TOKEN_US.low:g} to {TOKEN_US.high:g}), and each launch "
+        f"or collective of it {FURTHER_US.middle:g} ({FURTHER_US.low:g} to {FURTHER_US.high:g}), "
+        "which published times per token have beyond our models."
     )
     named = {part for row in rows for part in (row["modelled"] or {}).get("left_out", ())}
     yield from (f"Modelled times leave out {part}." for part in sorted(named))

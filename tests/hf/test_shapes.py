@@ -1,0 +1,42 @@
+"""Shapes of config.json, compared with the models that Transformers makes of it."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from neuronmm_ops.models import DESCRIBED, resolve_shape
+
+LAYERS = 2
+
+
+@pytest.mark.slow
+def test_layers_are_as_described(tmp_path):
+    """Others were taken for gated MLPs: BERT's, Persimmon's, hybrids of attention and Mamba."""
+    different = {}
+    for kind in DESCRIBED:
+        config = CONFIG_MAPPING[kind]()
+        text = config.get_text_config()
+        text.num_hidden_layers = LAYERS
+        text.layer_types = ["full_attention"] * LAYERS
+        # the defaults of some have none
+        text.head_dim = getattr(text, "head_dim", None) or (
+            text.hidden_size // text.num_attention_heads
+        )
+        config.save_pretrained(tmp_path / kind)
+        path = tmp_path / kind / "config.json"
+        saved = json.loads(path.read_text())
+        is_tied = saved.pop("tie_word_embeddings", False)  # which older ones leave out
+        path.write_text(json.dumps(saved))
+        shape = resolve_shape(str(path))
+        assert shape.tied == is_tied, kind
+        with torch.device("meta"):
+            layer = AutoModel.from_config(text).layers[-1]
+        matrices = sum(each.numel() for each in layer.parameters() if each.dim() == 2)
+        norms = [n for n, p in layer.named_parameters() if p.shape == (shape.head_dim,)]
+        described = sum(K * N for K, N in shape.projections.values())
+        if (matrices, len(norms) == 2) != (described, shape.head_norm):
+            different[kind] = matrices / described, norms
+    assert different == {}
