@@ -5,6 +5,8 @@ from tiny_model import SHORT, run
 
 from neuronmm_ops.estimate import one_launch, passes, speculation
 from neuronmm_ops.estimate.ends import ENDS
+from neuronmm_ops.estimate.served import TOKEN_US
+from neuronmm_ops.estimate.speculation import expected_tokens
 from neuronmm_ops.estimate.subject import Options, prepared
 
 
@@ -26,6 +28,17 @@ def test_a_round_is_the_drafted_tokens_and_the_pass_that_verifies_them(found):
         assert speedup["low"] <= speedup["middle"] <= speedup["high"]
         assert speedup["low"] <= ratio * (1 + 1e-9)
         assert ratio <= speedup["high"] * (1 + 1e-9)
+        most = [
+            max(
+                expected_tokens(a, k)
+                * (draft["model_ms"][1] + rest)
+                / (k * (draft["draft_ms"] + of_draft) + draft["model_ms"][k + 1] + rest)
+                for k in speculation.AHEAD
+            )
+            for rest in [TOKEN_US.middle / 1e3]
+            for of_draft in (rest, 0.0)
+        ]
+        assert [row["as_served"][end] for end in ("low", "high")] == pytest.approx(most)
     wins = [row["speedup"]["middle"] for row in draft["rows"]]
     assert wins == sorted(wins)
 

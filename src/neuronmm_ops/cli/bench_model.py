@@ -17,6 +17,7 @@ from neuronmm_ops.cli.parser import (
     numbers_of,
 )
 from neuronmm_ops.estimate.ends import spread
+from neuronmm_ops.estimate.served import TOKEN_US
 from neuronmm_ops.progress import progress_bars
 
 _DESCRIPTION = (
@@ -128,6 +129,7 @@ def _show_draft(document: dict[str, Any]) -> None:
             row["tokens_ahead"],
             f"{row['tokens_per_s']:.4g}",
             _ratio(row["speedup"]),
+            f"{row['as_served']['low']:.2f}-{row['as_served']['high']:.2f}x",
         ]
         for row in draft["rows"]
     ]
@@ -135,7 +137,12 @@ def _show_draft(document: dict[str, Any]) -> None:
         f"Dense with a draft, tp {document['tp']}: {draft['layers']} layers, "
         f"{draft['draft_ms']:.3g} ms a token; modelled, layers in one launch"
     )
-    show_table(["acceptance", "tokens ahead", "tokens/s", "over dense alone"], cells, title=title)
+    columns = ["acceptance", "tokens ahead", "tokens/s", "over dense alone", "as served"]
+    show_table(columns, cells, title=title)
+    stdout.print(
+        f"As served: each pass costs {TOKEN_US.middle:g} us more; at the high end only each round "
+        "does, whose passes are one graph (fused speculation)."
+    )
 
 
 def _ratio(ratio: dict[str, float]) -> str:

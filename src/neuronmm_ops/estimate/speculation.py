@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from neuronmm_ops.estimate import one_launch
 from neuronmm_ops.estimate.ends import ENDS, compared
 from neuronmm_ops.estimate.passes import pass_of
+from neuronmm_ops.estimate.served import TOKEN_US
 
 if TYPE_CHECKING:
     from neuronmm_ops.estimate.decoder import Decoder
@@ -64,7 +65,9 @@ def speculated(model: Decoder, draft: Decoder, cached: int) -> dict[str, Any]:
     Returns:
         `layers` of the draft; `draft_ms`, `model_ms` by the tokens of a pass; `rows`: for each of
         `ACCEPTANCES` the quickest `tokens_ahead`, `tokens_per_s` of all sequences, and `speedup`
-        with its middle and range.
+        with its middle and range. `as_served` has the speed-up, with tokens ahead of its own, where
+        `TOKEN_US` is the cost of every pass (`low`), and where it is that of a round, whose passes
+        are one graph (`high`), at the first end.
 
     Raises:
         ValueError: sizes that no kernel is planned for.
@@ -82,12 +85,23 @@ def speculated(model: Decoder, draft: Decoder, cached: int) -> dict[str, Any]:
         rows.append(
             {"acceptance": acceptance, "tokens_ahead": ahead}
             | {"tokens_per_s": speed * model.batch, "speedup": compared(of, alone)}
+            | {"as_served": _as_served(acceptance, costs)}
         )
     return {
         "layers": draft.whole.layers,
         "draft_ms": costs.draft,
         "model_ms": dict(costs.model),
         "rows": rows,
+    }
+
+
+def _as_served(acceptance: float, costs: Costs) -> dict[str, float]:
+    token_ms = TOKEN_US.middle / 1e3
+    model = {tokens: ms + token_ms for tokens, ms in costs.model.items()}
+    drafts = {"low": costs.draft + token_ms, "high": costs.draft}
+    return {
+        end: best_ahead(acceptance, Costs(draft, model), AHEAD)[1] * model[1] / 1e3
+        for end, draft in drafts.items()
     }
 
 
