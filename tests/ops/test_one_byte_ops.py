@@ -82,7 +82,7 @@ def test_the_simulated_op_has_the_values_of_the_oracle(op, data, target):
 @pytest.mark.parametrize("dtype", ONE_BYTE, ids=str)
 def test_every_path_of_the_cpu(M, K, dtype, monkeypatch):
     """torch's int8 kernel, which reads past rows of other lengths, and strips of any width."""
-    monkeypatch.setattr(cpu_one_byte, "_STRIP", 2**10)
+    monkeypatch.setattr(cpu_one_byte, "_STRIP_BYTES", 2**11)
     monkeypatch.setattr(cpu_one_byte, "_MIN_STRIP", 16)
     for x_dtype in DTYPES:
         for by_column in (True, False):

@@ -10,8 +10,8 @@ from torch import Tensor
 from neuronmm_ops.ops.backends.cpu import SLOW_DTYPES
 from neuronmm_ops.storages import storage_of
 
-# Entries of a strip: it is in the cache from the widening to the product.
-_STRIP = 2**19
+# Of a strip, wide: it is in the cache from the widening to the product.
+_STRIP_BYTES = 2**21
 _MIN_STRIP = 128
 
 
@@ -51,7 +51,7 @@ def scaled_mm(a: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None = None) -
         return _finished(sums, scale, bias, a.dtype)
     y = a.new_empty(len(a), N)
     a_cast = a.to(multiplied_in)
-    size = max(_STRIP // max(K, 1), _MIN_STRIP)
+    size = max(_STRIP_BYTES // max(K * multiplied_in.itemsize, 1), _MIN_STRIP)
     scales = scale.split(size, -1)
     biases = [None] * len(scales) if bias is None else bias.split(size)
     strips = zip(y.split(size, 1), w.split(size, 1), scales, biases, strict=True)
