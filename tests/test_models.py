@@ -96,6 +96,23 @@ def test_layers_of_another_kind_have_no_shape(tmp_path, other):
     assert resolve_shape(str(path)).hidden_size == 64
 
 
+@pytest.mark.parametrize(
+    ("other", "is_fused"),
+    [
+        ({}, True),
+        ({"model_type": "llama"}, True),
+        ({"model_type": "gemma2"}, False),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.75}, False),
+        ({"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 1.0}}, True),
+        ({"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 0.5}}, False),
+    ],
+)
+def test_one_launch_is_of_layers_that_the_op_computes(tmp_path, other, is_fused):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG | other))
+    assert resolve_shape(str(path)).is_fused == is_fused
+
+
 def test_shapes_are_found_whatever_the_case():
     assert model_shape("llama-3.2-1b") is SHAPES["Llama-3.2-1B"]
     assert model_shape("Qwen3-4B").projections["q_proj"] == (2560, 4096)

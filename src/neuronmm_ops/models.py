@@ -25,6 +25,7 @@ class ModelShape:
         vocab_size: rows of the embedding.
         tied: whether the output head is the embedding.
         head_norm: whether each head of queries and keys is normed, as Qwen3 does.
+        is_fused: whether the op `decoder_layer` computes its layers, as `fuse_decoder_` asks.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ModelShape:
     vocab_size: int
     tied: bool
     head_norm: bool = False
+    is_fused: bool = True
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -58,6 +60,8 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _LARGEST_SIZE = 2**24
 _HEAD_NORMS = ("exaone4", "gemma3_text", "hunyuan_v1_dense", "qwen3", "qwen3_vl_text")
 """Values of `model_type` in the config.json of models that norm each head."""
+_FUSED = ("exaone", "internlm3", "iquestcoder", "llama", "mistral", "phi3", "qwen2", "qwen3")
+"""The same of models whose layers `decoder_layer` computes."""
 _TIED = ("cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3", "vaultgemma")
 """The same of models whose head is the embedding where config.json does not say."""
 _ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -67,9 +71,9 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 DESCRIBED = (
     *("cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2"),
     *("gemma3_text", "glm", "glm4", "glm4v_text", "granite", "helium"),
-    *("hunyuan_v1_dense", "hyperclovax", "internlm3", "llama", "ministral", "ministral3"),
-    *("mistral", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_5_vl_text", "qwen2_vl_text"),
-    *("qwen3", "qwen3_vl_text", "seed_oss", "smollm3", "stablelm", "vaultgemma"),
+    *("hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "llama", "ministral"),
+    *("ministral3", "mistral", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_5_vl_text"),
+    *("qwen2_vl_text", "qwen3", "qwen3_vl_text", "seed_oss", "smollm3", "stablelm", "vaultgemma"),
 )
 """Values of `model_type` of models whose layers `ModelShape` describes."""
 SHAPES: dict[str, ModelShape] = {
@@ -175,7 +179,17 @@ def shape_from_config(path: Path) -> ModelShape:
         vocab_size=_size(config, "vocab_size", path),
         tied=tied is True,
         head_norm=config.get("model_type") in _HEAD_NORMS,
+        is_fused=config.get("model_type", "llama") in _FUSED and not _is_partly_rotated(config),
     )
+
+
+def _is_partly_rotated(config: dict[str, Any]) -> bool:
+    """Whether RoPE rotates a part of each head."""
+    rope = config.get("rope_parameters")
+    factors = [
+        each.get("partial_rotary_factor") for each in (config, rope) if isinstance(each, dict)
+    ]
+    return any(factor not in (None, 1) for factor in factors)
 
 
 def _check_layers(config: dict[str, Any], path: Path) -> None:

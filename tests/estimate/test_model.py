@@ -23,6 +23,7 @@ from tiny_model import (
     decoder,
     run,
     shapes_of,
+    write_tiny,
 )
 
 from benchmarks.cases import end_to_end
@@ -157,6 +158,13 @@ def test_a_launch_has_no_more_layers_than_instructions_permit(monkeypatch):
 def test_layers_that_share_no_launch_say_why(tiny, options, words):
     low_rank = by_name(run(tiny, **SHORT, **options)["variants"])["low_rank"]
     assert words in low_rank["phases"]["decode"]["one_launch"]["left_out"]
+
+
+def test_other_layers_than_the_op_computes_share_no_launch(tmp_path):
+    found = run(write_tiny(tmp_path, model_type="gemma2"), **SHORT)
+    for variant in found["variants"]:
+        assert "left_out" in variant["phases"]["decode"]["one_launch"]
+    assert "one_launch" not in found["speedups"]["ours"]["decode"]
 
 
 def test_stages_of_both_kinds_share_a_launch(tiny):

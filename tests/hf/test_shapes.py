@@ -8,8 +8,20 @@ from transformers import AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from neuronmm_ops.models import DESCRIBED, resolve_shape
+from neuronmm_ops.nn.fused_decoder import fuse_decoder_
 
 LAYERS = 2
+
+
+def is_fused(config):
+    """Whether `fuse_decoder_` takes a model of it."""
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    try:
+        fuse_decoder_(model)
+    except ValueError:
+        return False
+    return True
 
 
 @pytest.mark.slow
@@ -37,6 +49,7 @@ def test_layers_are_as_described(tmp_path):
         matrices = sum(each.numel() for each in layer.parameters() if each.dim() == 2)
         norms = [n for n, p in layer.named_parameters() if p.shape == (shape.head_dim,)]
         described = sum(K * N for K, N in shape.projections.values())
-        if (matrices, len(norms) == 2) != (described, shape.head_norm):
-            different[kind] = matrices / described, norms
+        found = matrices / described, len(norms) == 2, is_fused(text)
+        if found != (1, shape.head_norm, shape.is_fused):
+            different[kind] = found
     assert different == {}

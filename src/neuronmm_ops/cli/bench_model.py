@@ -135,7 +135,7 @@ def _show_draft(document: dict[str, Any]) -> None:
     ]
     title = (
         f"Dense with a draft, tp {document['tp']}: {draft['layers']} layers, "
-        f"{draft['draft_ms']:.3g} ms a token; modelled, layers in one launch"
+        f"{draft['draft_ms']:.3g} ms a token; modelled, in one launch where it may"
     )
     columns = ["acceptance", "tokens ahead", "tokens/s", "over dense alone", "as served"]
     show_table(columns, cells, title=title)

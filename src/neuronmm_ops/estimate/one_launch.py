@@ -35,6 +35,8 @@ FURTHER = 2
 
 def refusal(decoder: Decoder) -> str | None:
     """Why a model's layers run apart; None where launches take several."""
+    if not decoder.whole.is_fused:
+        return "decoder_layer computes other layers than this model's"
     stages = [_pairs(kind, names) for kind in decoder.kinds for names in STAGES]
     if decoder.tp > 1 and any(len(each) == 2 for each in stages):
         return "on ranks the Linears of a stage are all pairs, or all dense"
