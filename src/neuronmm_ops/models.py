@@ -58,6 +58,12 @@ class ModelShape:
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _LARGEST_SIZE = 2**24
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    "vocab_size",
+)
+_DERIVED = ("num_key_value_heads", "head_dim")
+"""Sizes that follow from others where there are none."""
 _HEAD_NORMS = ("exaone4", "gemma3_text", "hunyuan_v1_dense", "qwen3", "qwen3_vl_text")
 """Values of `model_type` in the config.json of models that norm each head."""
 _FUSED = ("exaone", "internlm3", "iquestcoder", "llama", "mistral", "phi3", "qwen2", "qwen3")
@@ -72,8 +78,18 @@ DESCRIBED = (
     *("cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2"),
     *("gemma3_text", "glm", "glm4", "glm4v_text", "granite", "helium"),
     *("hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "llama", "ministral"),
-    *("ministral3", "mistral", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_5_vl_text"),
-    *("qwen2_vl_text", "qwen3", "qwen3_vl_text", "seed_oss", "smollm3", "stablelm", "vaultgemma"),
+    *("ministral3", "mistral", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_5_vl"),
+    *(
+        "qwen2_5_vl_text",
+        "qwen2_vl",
+        "qwen2_vl_text",
+        "qwen3",
+        "qwen3_vl_text",
+        "seed_oss",
+        "smollm3",
+        "stablelm",
+        "vaultgemma",
+    ),
 )
 """Values of `model_type` of models whose layers `ModelShape` describes."""
 SHAPES: dict[str, ModelShape] = {
@@ -166,6 +182,7 @@ def shape_from_config(path: Path) -> ModelShape:
     if tied is None:
         tied = config.get("tie_word_embeddings", config.get("model_type") in _TIED)
     _check_layers(config, path)
+    config = _with_defaults(config)
     heads = _size(config, "num_attention_heads", path)
     width = _size(config, "hidden_size", path)
     return ModelShape(
@@ -181,6 +198,20 @@ def shape_from_config(path: Path) -> ModelShape:
         head_norm=config.get("model_type") in _HEAD_NORMS,
         is_fused=config.get("model_type", "llama") in _FUSED and not _is_partly_rotated(config),
     )
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Add the sizes that config.json leaves to the class of its model, as Gemma 3's and LLaVA's."""
+    kind = config.get("model_type")
+    if kind is None or all(config.get(size) is not None for size in _SIZES):
+        return config
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        given = {size: config[size] for size in (*_SIZES, *_DERIVED) if size in config}
+        return {**CONFIG_MAPPING[kind](**given).get_text_config().to_dict(), **config}
+    except Exception:  # no Transformers, or sizes that its class refuses: what is missing is told
+        return config
 
 
 def _is_partly_rotated(config: dict[str, Any]) -> bool:

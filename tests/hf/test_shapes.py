@@ -1,6 +1,7 @@
 """Shapes of config.json, compared with the models that Transformers makes of it."""
 
 import json
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -53,3 +54,34 @@ def test_layers_are_as_described(tmp_path):
         if found != (1, shape.head_norm, shape.is_fused):
             different[kind] = found
     assert different == {}
+
+
+@pytest.mark.parametrize(
+    ("saved", "sizes"),
+    [
+        (
+            {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240},
+            (2560, 10240, 26, 8, 4, 256, 262208, True),
+        ),
+        (
+            {"model_type": "llama", "vocab_size": 32064},
+            (4096, 11008, 32, 32, 32, 128, 32064, False),
+        ),
+        (
+            {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8},
+            (512, 11008, 32, 8, 8, 64, 32000, False),
+        ),
+    ],
+)
+def test_sizes_that_config_json_leaves_out_are_those_of_its_class(tmp_path, saved, sizes):
+    """As in Gemma 3's and LLaVA's on the Hub."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "several", "text_config": saved}))
+    assert astuple(resolve_shape(str(path)))[1:9] == sizes
+
+
+def test_sizes_that_its_class_refuses_are_refused(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "hidden_size": "many"}))
+    with pytest.raises(ValueError, match=r"config.json: \w+ must be an integer from 1"):
+        resolve_shape(str(path))
