@@ -383,8 +383,8 @@ def served() -> str:
     )
     return (
         f"{shown}\n\nIn decode {LAUNCH_US.low} to {LAUNCH_US.high} us a launch would explain the "
-        f"rest, or {TOKEN_US.middle / 1e3:g} ms a token and {FURTHER_US.middle} us a launch, at most "
-        f"{TOKEN_US.high / 1e3:g} ms and {FURTHER_US.high} us."
+        f"rest, or {TOKEN_US.middle / 1e3:g} ms a token and {FURTHER_US.middle} us a launch, at "
+        f"most {TOKEN_US.high / 1e3:g} ms and {FURTHER_US.high} us."
     )
 
 
