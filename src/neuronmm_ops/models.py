@@ -228,12 +228,13 @@ def _check_layers(config: dict[str, Any], path: Path) -> None:
     experts = {key: config[key] for key in _EXPERTS if config.get(key) not in (None, 0, 1)}
     kind = config.get("model_type")
     unsupported = [f"{key} {value!r}" for key, value in experts.items()]
-    unsupported += [f"model_type {kind!r}"] if kind not in (None, *DESCRIBED) else []
     crossing = config.get("cross_attention_layers")
     unsupported += [f"cross_attention_layers {crossing!r}"] if crossing else []
     layer_types = config.get("layer_types")
     others = {*map(str, layer_types if isinstance(layer_types, list) else ())} - _ATTENTIONS
     unsupported += [f"layer_types {other!r}" for other in sorted(others)]
+    if not unsupported and kind not in (None, *DESCRIBED):
+        unsupported = [f"model_type {kind!r}"]
     if unsupported:
         raise ValueError(
             f"{path}: a layer has an attention and one MLP of gate, up and down projection; got "
