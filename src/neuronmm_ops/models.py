@@ -76,20 +76,10 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 """Keys of the number of a layer's experts."""
 DESCRIBED = (
     *("cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2"),
-    *("gemma3_text", "glm", "glm4", "glm4v_text", "granite", "helium"),
-    *("hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "llama", "ministral"),
-    *("ministral3", "mistral", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_5_vl"),
-    *(
-        "qwen2_5_vl_text",
-        "qwen2_vl",
-        "qwen2_vl_text",
-        "qwen3",
-        "qwen3_vl_text",
-        "seed_oss",
-        "smollm3",
-        "stablelm",
-        "vaultgemma",
-    ),
+    *("gemma3_text", "glm", "glm4", "glm4v_text", "granite", "helium", "hunyuan_v1_dense"),
+    *("hyperclovax", "internlm3", "iquestcoder", "llama", "ministral", "ministral3", "mistral"),
+    *("olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl"),
+    *("qwen2_vl_text", "qwen3", "qwen3_vl_text", "seed_oss", "smollm3", "stablelm", "vaultgemma"),
 )
 """Values of `model_type` of models whose layers `ModelShape` describes."""
 SHAPES: dict[str, ModelShape] = {
