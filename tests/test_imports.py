@@ -32,8 +32,7 @@ LAYERS = (
 RANK = {name: rank for rank, name in enumerate(reversed(LAYERS))}
 ROOT_MAY_IMPORT = {"compress", "errors", "eval", "extras", "import_hooks", "nn", "ops"}
 
-# models only where it is installed: for the sizes that a config.json leaves to its class.
-USES_TRANSFORMERS = {"hf", "cli", "device", "draft", "measure", "models"}
+USES_TRANSFORMERS = {"hf", "cli", "device", "draft", "measure"}
 LAZY_IN_OPS = {"transformers", "accelerate", "torch_xla", "nki", "torch_neuronx", "neuronxcc"}
 ENGINES = ("vllm", "vllm_neuron", "neuronx_distributed", "neuronx_distributed_inference")
 OPTIONAL = (

@@ -58,12 +58,25 @@ class ModelShape:
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _LARGEST_SIZE = 2**24
-_SIZES = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    "vocab_size",
-)
-_DERIVED = ("num_key_value_heads", "head_dim")
-"""Sizes that follow from others where there are none."""
+DEFAULTS: dict[str, dict[str, int]] = {
+    "gemma3_text": {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+    },
+    "llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+    },
+}
+"""Sizes that Gemma 3's and LLaVA's config.json leave to Transformers' class, by `model_type`."""
 _HEAD_NORMS = ("exaone4", "gemma3_text", "hunyuan_v1_dense", "qwen3", "qwen3_vl_text")
 """Values of `model_type` in the config.json of models that norm each head."""
 _FUSED = ("exaone", "internlm3", "iquestcoder", "llama", "mistral", "phi3", "qwen2", "qwen3")
@@ -168,11 +181,11 @@ def shape_from_config(path: Path) -> ModelShape:
         raise ValueError(f"{path} must hold one JSON object, as Transformers saves it")
     tied = config.get("tie_word_embeddings")
     if isinstance(text_config := config.get("text_config"), dict):  # it reads images or sound too
-        config = text_config
+        stated = {key: value for key, value in text_config.items() if value is not None}
+        config = DEFAULTS.get(str(stated.get("model_type")), {}) | stated
     if tied is None:
         tied = config.get("tie_word_embeddings", config.get("model_type") in _TIED)
     _check_layers(config, path)
-    config = _with_defaults(config)
     heads = _size(config, "num_attention_heads", path)
     width = _size(config, "hidden_size", path)
     return ModelShape(
@@ -188,20 +201,6 @@ def shape_from_config(path: Path) -> ModelShape:
         head_norm=config.get("model_type") in _HEAD_NORMS,
         is_fused=config.get("model_type", "llama") in _FUSED and not _is_partly_rotated(config),
     )
-
-
-def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Add the sizes that config.json leaves to the class of its model, as Gemma 3's and LLaVA's."""
-    kind = config.get("model_type")
-    if kind is None or all(config.get(size) is not None for size in _SIZES):
-        return config
-    try:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-        given = {size: config[size] for size in (*_SIZES, *_DERIVED) if size in config}
-        return {**CONFIG_MAPPING[kind](**given).get_text_config().to_dict(), **config}
-    except Exception:  # no Transformers, or sizes that its class refuses: what is missing is told
-        return config
 
 
 def _is_partly_rotated(config: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from neuronmm_ops.models import DESCRIBED, resolve_shape
+from neuronmm_ops.models import DEFAULTS, DESCRIBED, resolve_shape
 from neuronmm_ops.nn.fused_decoder import fuse_decoder_
 
 LAYERS = 2
@@ -80,8 +80,21 @@ def test_sizes_that_config_json_leaves_out_are_those_of_its_class(tmp_path, save
     assert astuple(resolve_shape(str(path)))[1:9] == sizes
 
 
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_defaults_are_those_of_the_class(kind):
+    config = CONFIG_MAPPING[kind]().to_dict()
+    assert DEFAULTS[kind] == {name: config[name] for name in DEFAULTS[kind]}
+
+
 def test_sizes_that_its_class_refuses_are_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama", "hidden_size": "many"}))
     with pytest.raises(ValueError, match=r"config.json: \w+ must be an integer from 1"):
+        resolve_shape(str(path))
+
+
+def test_a_config_json_of_a_text_model_alone_has_all_sizes(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
+    with pytest.raises(ValueError, match=r"num_attention_heads must be .* got None"):
         resolve_shape(str(path))
