@@ -150,15 +150,16 @@ def models(name: str) -> list[Row]:
 
 def gain_as_served(one: Row) -> str:
     """Decode's speed-up with what tokens and launches cost where models are served."""
-    own, dense = (variant(one, name)["phases"]["decode"] for name in ("low_rank", "dense"))
-    return ranged(speedup_as_served(own, dense))
+    return ranged(speedup_as_served(*_decodes(one)))
 
 
 def one_launch_as_served(one: Row) -> str:
     """The same, where layers share a launch."""
-    phases = [variant(one, name)["phases"] for name in ("low_rank", "dense")]
-    own, dense = (each["decode"]["one_launch"] for each in phases)
-    return ranged(speedup_as_served(own, dense))
+    return ranged(speedup_as_served(*[decode["one_launch"] for decode in _decodes(one)]))
+
+
+def _decodes(one: Row) -> list[Row]:
+    return [variant(one, name)["phases"]["decode"] for name in ("low_rank", "dense")]
 
 
 def setting(document: Row) -> str:

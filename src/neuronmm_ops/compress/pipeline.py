@@ -98,11 +98,7 @@ def compress_layers(
     if not config.prune_share:
         return _compress(source, config, calibration, only_text)
     batches = _batches(source.model, config, calibration)
-
-    def check(rest: SVDConfig) -> None:
-        _checked(source, rest, only_text)
-
-    with narrowed(source, config, batches, only_text, check) as (rest, what):
+    with narrowed(source, config, batches, only_text, _checked) as (rest, what):
         return _compress(source, rest, batches, only_text, config.ratio, what)
 
 

@@ -37,7 +37,7 @@ def narrowed(
     config: SVDConfig,
     calibration: Sequence[Batch],
     only_text: bool,
-    check: Callable[[SVDConfig], object],
+    check: Callable[[LayerSource, SVDConfig, bool], object],
 ) -> Generator[tuple[SVDConfig, NarrowedMLPs]]:
     """Leave out inner features for the `prune_share` of what the config removes.
 
@@ -47,8 +47,8 @@ def narrowed(
         config: with a `prune_share`.
         calibration: as of `compress_`.
         only_text: as of `select_targets`.
-        check: called with the config for what is left of the budget before anything is measured,
-            while the model's Linears have the new sizes, without values.
+        check: called with the source, the config for what is left of the budget and `only_text`
+            before anything is measured, while Linears have the new sizes, without values.
 
     Yields:
         That config, and what was left out.
@@ -79,7 +79,7 @@ def narrowed(
         removed = parameters - sum(linear.weight.numel() for linear in linears)
         left = sum(_costs(model, config, dtypes, only_text).values())
         rest = replace(config, ratio=max(0.0, 1 - (1 - config.ratio) * cost / left))
-        check(rest)
+        check(source, rest, only_text)
     finally:
         restore()
     source.narrow(config, calibration, mlps, kept)
