@@ -1,7 +1,7 @@
 """Packages that only some features need: imported when they run, and named where one is missing."""
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 
@@ -21,9 +21,9 @@ def import_extra(name: str, extra: str) -> Any:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of a package; None where it is not installed."""
+    """Return the version of a package; None where it is not installed, or in part."""
     try:
-        return version(package)
+        return distribution(package).metadata.get("Version")
     except PackageNotFoundError:
         return None
 

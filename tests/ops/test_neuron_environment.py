@@ -13,6 +13,7 @@ from stand_ins import NeuronMachine
 
 from neuroncore.hardware import MACHINES
 from neuronmm_ops.errors import NkiVersionError, NkiVersionWarning
+from neuronmm_ops.extras import version_of
 from neuronmm_ops.kernels import shim
 from neuronmm_ops.ops.backends.environment import (
     core,
@@ -159,6 +160,7 @@ def test_old_and_broken_releases_are_refused(machine, version, files, words):
     machine.package("nki", version, {"nki/__init__.py": "", **(files or {})})
     if files is None:  # an interrupted installation
         (machine.root / f"nki-{version}.dist-info" / "METADATA").unlink()
+        assert version_of("nki") is None
     for ask in (nki_release, nki_release, xla_route):
         with pytest.raises(NkiVersionError, match=words):
             ask()

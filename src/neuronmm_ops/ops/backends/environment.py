@@ -106,7 +106,7 @@ def nki_release() -> str | None:
         NkiVersionError: it is older than `OLDEST`, is no version, or lacks a module of `BRIDGES`.
     """
     try:
-        version = importlib.metadata.version("nki")
+        version = importlib.metadata.distribution("nki").metadata.get("Version")
     except importlib.metadata.PackageNotFoundError:
         return None
     if version == PLACEHOLDER:
