@@ -23,7 +23,7 @@ def import_extra(name: str, extra: str) -> Any:
 def version_of(package: str) -> str | None:
     """Return the version of a package; None where it is not installed, or in part."""
     try:
-        return distribution(package).metadata.get("Version")
+        return distribution(package).metadata.get_all("Version", [None])[0]
     except PackageNotFoundError:
         return None
 

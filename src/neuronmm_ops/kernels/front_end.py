@@ -26,7 +26,7 @@ def is_parsed() -> bool:
     if asked:
         return asked != "tracer"
     try:
-        version = importlib.metadata.distribution("nki").metadata.get("Version", "")
+        version = importlib.metadata.distribution("nki").metadata.get_all("Version", [""])[0]
     except importlib.metadata.PackageNotFoundError:
         return False
     return re.match(r"0\.[1-6](\.|$)", version) is not None

@@ -106,7 +106,7 @@ def nki_release() -> str | None:
         NkiVersionError: it is older than `OLDEST`, is no version, or lacks a module of `BRIDGES`.
     """
     try:
-        version = importlib.metadata.distribution("nki").metadata.get("Version")
+        version = importlib.metadata.distribution("nki").metadata.get_all("Version", [""])[0]
     except importlib.metadata.PackageNotFoundError:
         return None
     if version == PLACEHOLDER:
