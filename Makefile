@@ -17,9 +17,8 @@ ENGINES_INSTALLED := $(ENGINES_VENV)/.installed
 SOURCES := out/sources
 # A file's tests share their models and builds, so one process runs them all.
 # In the order of the folders: sorted by their number of tests, the longest files would come last.
-# Three on two cores: tests wait for processes that they have started, too.
-# Bytecode is kept: each of these processes would compile our sources anew.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Bytecode is kept: each process that tests start would compile our sources anew, for half a second.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 # What oneDNN, torch and MKL obey: a CPU with bf16 units then computes as one without.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
