@@ -8,11 +8,12 @@ guide, 0.2 to 0.3 and 0.6 to 0.7.) `NKI_COMPILER_FRONTEND` asks for another than
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from neuronmm_ops.extras import version_of
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -25,11 +26,7 @@ def is_parsed() -> bool:
     asked = os.environ.get(FRONT_END_VARIABLE)
     if asked:
         return asked != "tracer"
-    try:
-        version = importlib.metadata.distribution("nki").metadata.get_all("Version", [""])[0]
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return re.match(r"0\.[1-6](\.|$)", version) is not None
+    return re.match(r"0\.[1-6](\.|$)", version_of("nki") or "") is not None
 
 
 def equals_none(value: object) -> TypeIs[None]:
