@@ -132,7 +132,7 @@ def measured(name, left_out=()):
 
 @cache
 def of_all_series(name):
-    """Times of all cases on a device, with a launch and noise; of one target's clock by its name."""
+    """Times of all cases on a device, with a launch and noise; a target's name is its own clock."""
     device = DEVICES.get(name)
     target, random = (name if device is None else "trn2"), np.random.default_rng(0)
     with pytest.MonkeyPatch.context() as patch:

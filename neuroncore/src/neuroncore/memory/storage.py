@@ -84,11 +84,24 @@ class Box(NamedTuple):
     def places(self) -> np.ndarray:
         """The bytes of the storage that a pattern names, one number each."""
         assert self.pattern is not None
+        return _places(*self.pattern)
+
+    def in_each_row(self, row_bytes: int) -> np.ndarray | None:
+        """The bytes of each row, as a pattern has them that goes from row to row; else None."""
+        if self.pattern is None:
+            return np.arange(self.byte, self.byte_end)
         place, sizes, strides = self.pattern
-        places = np.array([place])
-        for count, stride in zip(sizes, strides, strict=True):
-            places = np.add.outer(places, np.arange(count) * stride).reshape(-1)
-        return places
+        if (sizes[0], strides[0]) != (self.row_end - self.row, row_bytes):
+            return None
+        return _places(place - self.row * row_bytes, sizes[1:], strides[1:])
+
+
+def _places(place: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
+    """Numbers from a place on, of all dimensions."""
+    places = np.array([place])
+    for count, stride in zip(sizes, strides, strict=True):
+        places = np.add.outer(places, np.arange(count) * stride).reshape(-1)
+    return places
 
 
 class _Intervals:
@@ -212,6 +225,9 @@ class Layout:
         if box.exact and len(exact) == len(parts):
             return False
         row_bytes = self.row_elements * self.dtype.itemsize
+        known = _fill_rows(box, parts, row_bytes)
+        if known is not None:
+            return known
         mask = self.mask(touching, box)
         if box.exact:
             return bool(mask.reshape(-1, row_bytes)[:, box.byte : box.byte_end].all())
@@ -229,6 +245,23 @@ def _fill(box: Box, parts: list[Box]) -> bool:
         grid[row_at[p.row] : row_at[p.row_end], col_at[p.byte] : col_at[p.byte_end]] = True
     inside = grid[row_at[box.row] : row_at[box.row_end], col_at[box.byte] : col_at[box.byte_end]]
     return bool(inside.all())
+
+
+def _fill_rows(box: Box, parts: list[Box], row_bytes: int) -> bool | None:
+    """Whether parts fill a box, by one row of those between two edges; None where they differ."""
+    own = box.in_each_row(row_bytes)
+    bytes_of = [p for part in parts if (p := part.in_each_row(row_bytes)) is not None]
+    if own is None or len(bytes_of) < len(parts):
+        return None
+    edges = {edge for part in (box, *parts) for edge in (part.row, part.row_end)}
+    for row in edges.intersection(range(box.row, box.row_end)):
+        written = np.zeros(row_bytes, bool)
+        for part, places in zip(parts, bytes_of, strict=True):
+            if part.row <= row < part.row_end:
+                written[places] = True
+        if not written[own].all():
+            return False
+    return True
 
 
 class Held(weakref.ref[np.ndarray]):
