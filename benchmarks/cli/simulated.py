@@ -46,6 +46,10 @@ def add(commands: Any) -> None:
         "clones", type=Path, metavar="CLONES", help="the clones, by owner; nki-moe-megakernel"
     )
 
+    description = "times that nki-library's own tests store, next to modelled ones"
+    command = add_command(commands, "stored", _stored, _show_stored, description)
+    command.add_argument("clone", type=Path, metavar="CLONE", help="of aws-neuron/nki-library")
+
     description = "files of nki-samples in the Beta dialect: migrated, values before and after"
     command = add_command(commands, "migrate", _migrate, _show_migrate, description)
     command.add_argument("sources", type=Path, metavar="SOURCES", help="a clone of nki-samples")
@@ -130,6 +134,24 @@ def _show_course(rows: list[dict[str, Any]]) -> None:
     ]
     columns = ["kernel", "of", "target", "us", "range", "error"]
     show_table(columns, cells, left=["kernel", "of", "target"])
+
+
+def _stored(options: argparse.Namespace) -> list[dict[str, Any]]:
+    from benchmarks import stored
+
+    with progress_bars() as progress:
+        return stored.run(options.clone, progress)
+
+
+def _show_stored(rows: list[dict[str, Any]]) -> None:
+    from benchmarks import stored
+
+    cells = [
+        [kernel, str(lnc), str(len(some)), *stored.score_cells(some)]
+        for (kernel, lnc), some in stored.by_kind(rows).items()
+    ]
+    columns = ["kernel", "cores", "times", "launch us", "mean error", "worst", "in range"]
+    show_table(columns, cells, left=["kernel"])
 
 
 def _aws(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -18,6 +18,8 @@ import neuroncore
 def importable(clone: Path) -> Generator[None]:
     """nki-library of a clone can be imported, as `nkilib` and as `nkilib_src.nkilib`: a copy of it.
 
+    Its tests, as `test`, too.
+
     Raises:
         ValueError: there is no such source.
     """
@@ -27,6 +29,8 @@ def importable(clone: Path) -> Generator[None]:
     with TemporaryDirectory() as folder:
         copy = Path(folder, "nkilib_src")
         copytree(source, copy)
+        if (clone / "test").is_dir():
+            copytree(clone / "test", Path(folder, "test"))
         mend(copy / "nkilib/core/mlp/mlp.py")
         paths = [folder, str(copy)]
         sys.path[:0] = paths

@@ -39,7 +39,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 4 // 5
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     neuroncore.install()
-    sys.meta_path.append(_Absent())
+    stand_in()
+
+
+def stand_in(*others: str) -> None:
+    """Take the place of what nki-library's tests import and is not published, and of others."""
+    sys.meta_path.append(_Absent(*others))
     arrays: dict[str, Any] = {str(d): dtypes.array_dtype(d) for d in dtypes.DTYPES.values()}
     cast("dict[str, Any]", np.sctypeDict).update(arrays)
     _module("neuron_dtypes", **arrays, static_cast=static_cast, finfo=ml_dtypes.finfo,
@@ -67,6 +72,9 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         "fabric2", "paramiko", "boto3", "botocore", "aws_embedded_metrics", "pytest_html",
         "plotext", "test.utils.perf_analysis_private", "test.utils.scripts",  # not published
     )  # fmt: skip
+
+    def __init__(self, *others: str) -> None:
+        self.names = (*self.names, *others)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Found when no finder before has it."""

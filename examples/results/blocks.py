@@ -6,7 +6,17 @@ from pathlib import Path
 
 from command_line import argument_lists
 from in_sources import in_sources
-from modelled import aws, course, held_out, nkibench, paper_run, published, served, whole
+from modelled import (
+    aws,
+    course,
+    held_out,
+    nkibench,
+    paper_run,
+    published,
+    served,
+    stored_times,
+    whole,
+)
 from readme import block
 from refusals import lint_rules, run_rules
 from sources import ROOT
@@ -30,7 +40,11 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "neuroncore/README.md": {"held-out": held_out},
     "neuroncore/docs/index.md": {"held-out": held_out},
     "neuroncore/docs/rules.md": {"lint": lint_rules, "run": run_rules},
-    "neuroncore/docs/modelled.md": {"published": published, "nkibench": nkibench},
+    "neuroncore/docs/modelled.md": {
+        "published": published,
+        "stored": stored_times,
+        "nkibench": nkibench,
+    },
 }
 """What fills each block of each page, by the names in its marks."""
 _BLOCK = re.compile(

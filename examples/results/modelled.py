@@ -18,6 +18,7 @@ from selection import (
 from sources import PAPER_RUN, SHOWN, TARGET, WHOLE, read, whole_command
 from writing import number, ranged, span, table
 
+from benchmarks import stored
 from benchmarks.course import inside, summary
 from benchmarks.nkibench import FITTED, score
 from benchmarks.published import scores
@@ -209,18 +210,17 @@ def published() -> str:
         ],
     )
     known = dict.fromkeys(
-        (row["fact"], row["target"], row["group"]) for row in compared if row["group"] != "held out"
+        (row["fact"], row["target"]) for row in compared if row["group"] == "predicted"
     )
-    facts = table(
-        ["fact", "group", models[0]],
-        [_fact_row(compared, *fact) for fact in known],
-    )
-    return f"{scored}\n\n{held}\n\nThe others by fact, with their mean error:\n\n{facts}"
+    facts = table(["fact", models[0]], [_fact_row(compared, *fact) for fact in known])
+    return f"{scored}\n\n{held}\n\nPredicted facts, with their mean error:\n\n{facts}"
 
 
-def _fact_row(rows: list[Row], fact: str, target: str, group: str) -> list[str]:
-    errors = [abs(row["error"]) for row in rows if (row["fact"], row["group"]) == (fact, group)]
-    return [f"{fact} ({target})", group, f"{sum(errors) / len(errors):.1%}"]
+def _fact_row(rows: list[Row], fact: str, target: str) -> list[str]:
+    errors = [
+        abs(row["error"]) for row in rows if (row["fact"], row["group"]) == (fact, "predicted")
+    ]
+    return [f"{fact} ({target})", f"{sum(errors) / len(errors):.1%}"]
 
 
 def held_out() -> str:
@@ -265,6 +265,21 @@ def _of_students() -> str:
         f"the mean {summed['mean_error']:.0%} "
         f"(worst {summed['worst']:+.0%}), and {summed['inside']} lie in their range; "
         f"between both orders of instructions the mean is {summed['mean_error_between']:.0%}."
+    )
+
+
+def stored_times() -> str:
+    """Times that nki-library's tests store, by kernel and cores, next to modelled ones."""
+    return table(
+        ["kernel", "cores", "times", "us", "launch us", "mean error", "worst", "in range"],
+        [
+            [
+                *(kernel, lnc, len(rows)),
+                "{:,.0f}-{:,.0f}".format(*(end(row["us"] for row in rows) for end in (min, max))),
+                *stored.score_cells(rows),
+            ]
+            for (kernel, lnc), rows in stored.by_kind(document("stored") or []).items()
+        ],
     )
 
 
