@@ -63,7 +63,7 @@ def run(clone: Path, progress: Progress | None = None) -> list[dict[str, Any]]:
 
     Returns:
         Rows with `kernel`, `lnc`, `sizes`, `us`, `modelled_us` and its `range_us`, both without a
-        launch's constant cost, which stored times have.
+        launch's constant cost, which stored times have, and `exchanges` between two cores.
 
     Raises:
         ValueError: there is no such source, or none of its tests.
@@ -107,6 +107,21 @@ def with_launch(rows: list[dict[str, Any]]) -> tuple[float, list[float], int]:
     return launch, errors, sum(low <= us <= high for us, low, high in ranges)
 
 
+def exchange_cost(rows: list[dict[str, Any]]) -> tuple[float, float]:
+    """What an exchange of two cores takes beyond the modelled time, in us, and its standard error.
+
+    By least squares of relative errors over the launches of MLPs with few tokens on two cores,
+    which exchange two to six times; they have one constant cost besides.
+    """
+    few = [row for row in rows if (row["kernel"], row["lnc"]) == ("MLP, few tokens", 2)]
+    us = np.array([row["us"] for row in few])
+    beyond = (us - [row["modelled_us"] for row in few]) / us
+    by = np.array([[1, row["exchanges"]] for row in few]) / us[:, None]
+    costs = np.linalg.lstsq(by, beyond, rcond=None)[0]
+    variance = np.sum((by @ costs - beyond) ** 2) / (len(few) - 2)
+    return float(costs[1]), float(np.sqrt(variance * np.linalg.inv(by.T @ by)[1, 1]))
+
+
 def score_cells(rows: list[dict[str, Any]]) -> list[str]:
     """Of launches of one kind, for tables: launch, mean and worst error, how many in range."""
     launch, errors, inside = with_launch(rows)
@@ -142,8 +157,14 @@ def _modelled(case: StoredTime) -> dict[str, Any]:
     profile = traced(
         kernel[case.lnc], target=TARGET, follow="kernels", uninitialised="warn", **operands
     )
-    own = {"kernel": case.kernel, "lnc": case.lnc, "sizes": list(case.sizes), "us": case.us}
+    own: dict[str, Any] = {
+        "kernel": case.kernel,
+        "lnc": case.lnc,
+        "sizes": list(case.sizes),
+        "us": case.us,
+    }
     times = {"modelled_us": profile.time_ms, "range_us": profile.time_range_ms}
+    own["exchanges"] = profile.opcodes.get("sendrecv", 0)
     return own | {name: (1e3 * np.array(value)).round(2).tolist() for name, value in times.items()}
 
 

@@ -270,16 +270,25 @@ def _of_students() -> str:
 
 def stored_times() -> str:
     """Times that nki-library's tests store, by kernel and cores, next to modelled ones."""
-    return table(
+    rows = document("stored")
+    if rows is None:
+        return ""
+    summed = stored.summary(rows)
+    cost, error = stored.exchange_cost(rows)
+    by_kind = table(
         ["kernel", "cores", "times", "us", "launch us", "mean error", "worst", "in range"],
         [
             [
-                *(kernel, lnc, len(rows)),
-                "{:,.0f}-{:,.0f}".format(*(end(row["us"] for row in rows) for end in (min, max))),
-                *stored.score_cells(rows),
+                *(kernel, lnc, len(some)),
+                "{:,.0f}-{:,.0f}".format(*(end(row["us"] for row in some) for end in (min, max))),
+                *stored.score_cells(some),
             ]
-            for (kernel, lnc), rows in stored.by_kind(document("stored") or []).items()
+            for (kernel, lnc), some in stored.by_kind(rows).items()
         ],
+    )
+    return (
+        f"{by_kind}\n\nThe mean of these means is {summed['mean_error']:.1%}. An exchange of two "
+        f"cores takes {cost:.1f} ± {error:.1f} us more than here."
     )
 
 

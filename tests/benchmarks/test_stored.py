@@ -127,13 +127,15 @@ def test_each_launch_is_timed_once(tmp_path):
     for row in rows:
         low, high = row["range_us"]
         assert 0 < low <= row["modelled_us"] <= high
+    assert {row["exchanges"] for row in rows} == {0}
     # each of both cores loads all of it
     assert fp8["modelled_us"] > 256 * 2048 / 415e3
     assert fp8["modelled_us"] > bf16["modelled_us"]
 
 
-def timed(us, modelled_us, lnc=1):
+def timed(us, modelled_us, lnc=1, exchanges=0):
     return {
+        "exchanges": exchanges,
         "kernel": "MLP, few tokens",
         "lnc": lnc,
         "us": us,
@@ -160,6 +162,17 @@ def test_the_score_is_of_kinds():
     assert score["mean_error"] == pytest.approx((abs(errors[0]) + abs(errors[1])) / 4)
     assert score["worst"] == max(errors, key=abs)
     assert score["inside"] == 3
+
+
+def test_the_cost_of_an_exchange_is_told_from_that_of_a_launch():
+    rows = [timed(20 + time + 0.5 * n, time, 2, n) for time in (10, 50, 200) for n in (2, 4, 6)]
+    assert stored.exchange_cost([*rows, timed(900, 1)]) == pytest.approx((0.5, 0), abs=1e-6)
+    noise = (1.05, 0.96, 0.97, 1.01, 0.99, 1.02, 1.05, 0.98, 1.0)
+    for row, share in zip(rows, noise, strict=True):
+        row["us"] *= share
+    cost, error = stored.exchange_cost(rows)
+    assert 0 < error < 2
+    assert abs(cost - 0.5) < 2 * error
 
 
 def test_the_table(monkeypatch, capsys, tmp_path):
