@@ -46,8 +46,8 @@ def check(case: Case) -> None:
     near = errors <= 4 * eps * size.amax(1) + 2 * typical
     assert near.double().mean() >= 0.75
     norms = (actual - oracle).norm(dim=1)
-    # svd_mlp rounds the inputs of gate and up, and their product, whose few terms may cancel
-    is_mlp = case.problem.op == "svd_mlp"
+    # MLPs round the inputs of gate and up, and their product, whose few terms may cancel
+    is_mlp = case.problem.op in ("svd_mlp", "mlp")
     most = ((1 + 2**-3) ** 3 - 1) * size.norm(dim=1) if is_mlp else 2**-3 * oracle.norm(dim=1)
     assert bool((norms <= most + 1e-30).all())
     assert float(norms.square().sum()) <= 2**-12 * float(oracle.square().sum()) + 1e-30
@@ -55,13 +55,17 @@ def check(case: Case) -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    op, (target, lnc) = draw(st.sampled_from(OPS)), draw(launches)
+    op, (target, lnc) = draw(st.sampled_from((*OPS, "mlp"))), draw(launches)
     ranks = draw(sizes), draw(sizes), draw(sizes)
     inner = draw(st.integers(1, 1400))
     outputs = draw(sizes), draw(sizes), draw(sizes)
-    matrices = matrices_of(op, draw(sizes), ranks, outputs, inner)
-    dtype = draw(st.sampled_from(DTYPES))
-    problem = Problem(op, draw(st.integers(1, 1200)), matrices, dtype, target, lnc, **FP8)
+    matrices, others = matrices_of(op, draw(sizes), ranks, outputs, inner), ()
+    if op == "mlp":
+        (K, _), K_up = matrices[0], draw(st.none() | sizes)
+        others = () if K_up is None else (("x_up", (-1, K_up), ""),)
+        matrices = ((K, inner), (K_up or K, inner), (inner, outputs[0]))
+    dtype, options = draw(st.sampled_from(DTYPES)), {**FP8, "others": others}
+    problem = Problem(op, draw(st.integers(1, 1200)), matrices, dtype, target, lnc, **options)
     blocks = {
         "double_row": True,
         "token_block": draw(st.sampled_from([128, 512, 1024, 1536])),
@@ -70,7 +74,10 @@ def cases(draw: st.DrawFn) -> Case:
     if op == "svd_mlp":
         blocks["spill"] = draw(st.integers(0, inner // 512))
         blocks["v_block"] = draw(st.sampled_from([128, 640, 1280]))
-    return Case(problem, draw(biased(op)), blocks=blocks)
+    if op == "mlp":
+        blocks["spill"] = draw(st.integers(0, inner // 512))
+        blocks["inner_block"] = draw(st.sampled_from([128, 640, 1280]))
+    return Case(problem, op != "mlp" and draw(biased(op)), blocks=blocks)
 
 
 @pytest.mark.slow
@@ -80,11 +87,15 @@ def test_any_size(case):
     check(case)
 
 
+DENSE = ((300, 700), (300, 700), (700, 150))
+OF_OPS = {"svd_mlp": mlp_matrices(300, (200, 130, 256), 700, 150), "mlp": DENSE}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-def test_activations(activation, dtype):
-    matrices = mlp_matrices(300, (200, 130, 256), 700, 150)
-    problem = Problem("svd_mlp", 600, matrices, dtype, "trn2", **FP8)
+@pytest.mark.parametrize("op", OF_OPS)
+def test_activations(op, activation, dtype):
+    problem = Problem(op, 600, OF_OPS[op], dtype, "trn2", **FP8)
     check(Case(problem, activation=activation, blocks={"double_row": True, "token_block": 1024}))
 
 

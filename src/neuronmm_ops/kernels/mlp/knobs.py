@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from neuronmm_ops.kernels.knobs import (
+    DOUBLED_GAIN,
     Arguments,
     Knobs,
     axis,
     balances,
     decode_knobs,
+    doubled_layout,
+    doubled_widths,
     fits_groups,
     hidden_axis,
     inner_blocks,
@@ -21,6 +24,7 @@ from neuronmm_ops.kernels.knobs import (
     stationary_inner,
     widths,
 )
+from neuronmm_ops.kernels.stages.tiling import DOUBLED_TOKENS
 
 if TYPE_CHECKING:
     from neuronmm_ops.kernels.problem import Problem
@@ -40,7 +44,7 @@ def decode(problem: Problem) -> list[Knobs]:
 
 
 def prefill(problem: Problem) -> list[Knobs]:
-    """Knobs of `mlp`."""
+    """Knobs of `mlp`, without and with `double_row`."""
     _check(problem)
     K = max([rows for rows, _ in problem.matrices[:2]])
     hidden, resident = hidden_axis(problem), resident_axis(K)
@@ -75,7 +79,14 @@ def prefill(problem: Problem) -> list[Knobs]:
     def allows(arguments: Arguments) -> bool:
         return arguments["token_tiles"] == 2 or fits_groups(problem, arguments)
 
-    return [Knobs("mlp", narrower(starts), axes, allows)]
+    forms = [Knobs("mlp", narrower(starts), axes, allows)]
+    if doubled := doubled_layout(problem):
+        inners = axis("inner_block", doubled_widths(problem.inner))
+        start = {**start, **doubled, **inners[0], **blocks[0], "tokens": DOUBLED_TOKENS}
+        starts = [{**start, **each} for each in same_width]
+        axes = [hidden, inners, blocks, axis("token_tiles", (1, 2))]
+        forms.append(Knobs("mlp", narrower(starts), axes, gain=DOUBLED_GAIN))
+    return forms
 
 
 def _check(problem: Problem) -> None:

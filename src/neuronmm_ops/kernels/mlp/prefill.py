@@ -6,11 +6,13 @@ from typing import Any
 
 from neuronmm_ops.kernels.front_end import is_none
 from neuronmm_ops.kernels.shim import NkiTensor, jit, nl
+from neuronmm_ops.kernels.stages.double_row import Rounding, rounded_rows, write_rounded
 from neuronmm_ops.kernels.stages.hidden import Hidden
-from neuronmm_ops.kernels.stages.operands import TiledOperand, Tiles, Weight
+from neuronmm_ops.kernels.stages.operands import TiledOperand, Tiles, Weight, fp8
 from neuronmm_ops.kernels.stages.prefill import TokenBlocks, keep_scales, write_rows
 from neuronmm_ops.kernels.stages.tiling import HIDDEN_TILES, PARTITIONS, Span, check_pair
 from neuronmm_ops.kernels.stages.weights import rows_of
+from neuronmm_ops.kernels.svd_mlp.doubled import gated_rounded
 from neuronmm_ops.kernels.svd_mlp.prefill import gated, load_table
 
 
@@ -39,6 +41,9 @@ class MLPStages(nl.NKIObject):
         self.weights = weights
         self.scratch_hbm = scratch_hbm
         self.arguments = arguments
+        self.rounding: list[Rounding] = []
+        if arguments["double_row"]:
+            self.rounding.append(Rounding(fp8(weights)))
 
     def prepare(self, rows: int) -> None:
         """Load the scales that stay in SBUF."""
@@ -48,6 +53,9 @@ class MLPStages(nl.NKIObject):
         self, out_hbm: NkiTensor, x_hbm: NkiTensor, t: Span, x_up_hbm: NkiTensor | None = None
     ) -> None:
         """out[t] = (act(x[t] @ w_gate) * (x_up[t] @ w_up)) @ w_down, x_up by default x."""
+        if len(self.rounding) > 0:
+            self.run_rounded(self.rounding[0], out_hbm, x_hbm, t, x_up_hbm)
+            return
         a, down = self.arguments, self.weights[2]
         banks = a["banks"]
         sources_hbm: Any = [x_hbm, x_up_hbm]
@@ -80,6 +88,28 @@ class MLPStages(nl.NKIObject):
             a["engines"],
         )
 
+    def run_rounded(
+        self,
+        shared: Rounding,
+        out_hbm: NkiTensor,
+        x_hbm: NkiTensor,
+        t: Span,
+        x_up_hbm: NkiTensor | None,
+    ) -> None:
+        """The same where activations are rounded to fp8."""
+        a, w, dtype = self.arguments, self.weights, x_hbm.dtype
+        gates = rounded_rows(shared, x_hbm, t, a["layout"])
+        ups, loaded = gates, [gates]
+        if not is_none(x_up_hbm):
+            ups = rounded_rows(shared, x_up_hbm, t, a["layout"])
+            loaded.append(ups)
+        arguments = [a["activation"], a["inner_block"], a["spill"]]
+        hidden = gated_rounded(
+            shared, gates, ups, w[0:2], dtype, self.scratch_hbm, arguments, loaded
+        )
+        tiles = a["token_tiles"]
+        write_rounded(shared, out_hbm, hidden, w[2], None, t.start, a["block"], tiles, False)
+
 
 @jit
 def mlp(
@@ -103,6 +133,7 @@ def mlp(
     token_tiles: int = 4,
     banks: int = 8,
     engines: int = 1,
+    double_row: bool = False,
     device_loop: bool = False,
     fingerprint: str = "",
 ) -> NkiTensor:
@@ -134,6 +165,8 @@ def mlp(
         token_tiles: of 128, in a group of PSUM tiles of the output.
         banks: PSUM tiles in a group.
         engines: that evict the output: 1 ScalarE, 2 ScalarE and VectorE.
+        double_row: both sides of every product are fp8, two rows of the contraction a partition:
+            activations are rounded token by token; trn2 and trn3, weights in float8_e4m3fn.
         device_loop: full blocks of tokens are a loop on the device, of which the compiler gets the
             body once.
         fingerprint: of all kernels' source, for caches that know one function's alone; not read.
@@ -177,6 +210,7 @@ def mlp(
         "token_tiles": token_tiles,
         "banks": banks,
         "engines": engines,
+        "double_row": double_row,
     }
     stages = MLPStages(weights, scratch_hbm, arguments)
     TokenBlocks(stages, out_hbm, x, token_block, x_up).run(device_loop)

@@ -1,11 +1,11 @@
-"""The hidden block of `svd_mlp` where activations are rounded to fp8."""
+"""The hidden block of a gated MLP where activations are rounded to fp8."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from neuronmm_ops.kernels.shim import nisa, nl
-from neuronmm_ops.kernels.stages.double_row import Rounded, Rounding
+from neuronmm_ops.kernels.stages.double_row import Rounded, Rounding, load_next
 from neuronmm_ops.kernels.stages.hidden import Hidden, function_of
 from neuronmm_ops.kernels.stages.operands import Tiles, Weight
 from neuronmm_ops.kernels.stages.prefill import accumulate
@@ -30,6 +30,7 @@ def gated_rounded(
     dtype: nl.DType,
     scratch_hbm: Tiles,
     arguments: list[Any],
+    loaded: list[list[Rounded]],
 ) -> list[Rounded]:
     """act(v_gate.T @ gate) * (v_up.T @ up), of all tokens; up's scales stay on it.
 
@@ -42,6 +43,7 @@ def gated_rounded(
         scratch_hbm: see `Hidden`.
         arguments: the name of act, columns of both factors that are loaded together, and how many
             groups of each part of the hidden block go through HBM.
+        loaded: which of gates and ups come from HBM and are used for the first time.
     """
     activation, block, spill = arguments
     size = factors[0].width
@@ -56,6 +58,8 @@ def gated_rounded(
         gate, up = factors[0].paired(b), factors[1].paired(b)
         for c in range(len(hidden_rows)):
             if c == len(inverses_sb):
+                for sources in loaded:
+                    load_next(sources, c)
                 gates[c].finish()
                 ups[c].finish()
                 inverses_sb.append(gates[c].inverse())

@@ -165,7 +165,8 @@ class SVDMLPStages(nl.NKIObject):
         gates = project_rounded(shared, xs, f[0], block, dtype, True)
         ups = project_rounded(shared, xs, f[2], block, dtype, False)
         arguments = [a["activation"], a["v_block"], a["spill"]]
-        hidden = gated_rounded(shared, gates, ups, [f[1], f[3]], dtype, self.scratch_hbm, arguments)
+        sides, scratch_hbm = [f[1], f[3]], self.scratch_hbm
+        hidden = gated_rounded(shared, gates, ups, sides, dtype, scratch_hbm, arguments, [])
         low = project_rounded(shared, hidden, f[4], a["down_block"], dtype, False)
         write_rounded(
             shared, out_hbm, low, f[5], None, t.start, a["out_block"], a["token_tiles"], False
