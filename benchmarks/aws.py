@@ -1,4 +1,4 @@
-"""AWS's dense kernels for one token, from nki-library's public source, next to ours: modelled."""
+"""AWS's dense kernels, from nki-library's public source, next to ours: modelled."""
 
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,14 @@ from neuronmm_ops.rank import aligned_rank
 RATIO = 0.2
 RANKS = {"Llama-3.2-1B": 1, "Llama-3.1-8B": 8, "Llama-3.1-70B": 32}
 """Ranks that divide each model's inner features."""
+PROMPTS = (("Llama-3.1-8B", 8), ("Llama-3.1-70B", 32))
+"""Models whose MLPs it takes for a prompt of `TOKENS`."""
 LAYERS = (("Llama-3.1-8B", 8), ("Llama-3.1-70B", 8), ("Llama-3.1-70B", 32))
 """Models whose ranks have one key and value head each, as nki-library's transformer asks."""
 
 
 def run(clone: Path, progress: Progress | None = None) -> list[dict[str, Any]]:
-    """Trace nki-library's dense kernels and our plans for one bf16 token.
+    """Trace nki-library's dense kernels and our plans for one bf16 token, and MLPs of a prompt.
 
     Args:
         clone: of aws-neuron/nki-library; a copy of its source is imported.
@@ -34,6 +36,9 @@ def run(clone: Path, progress: Progress | None = None) -> list[dict[str, Any]]:
     Returns:
         Rows with `what`, `model`, `tp`, `lnc`, `aws_ms`, `dense_ms` and `low_rank_ms`. Of `what`
         "MLP": its `mlp`, our `mlp`, and `svd_mlp` at ratio .2 (None where ranks share the model).
+        "prompt's MLP" and "prompt's MLP, fp8": both `mlp` for `TOKENS` tokens, in bf16, and in fp8
+        with activations rounded to it: ours round them token by token, and what its takes was
+        rounded before.
         "layer": what a second layer adds to a launch of its `transformer_tkg`, and a further one
         to ours, dense and with every Linear at ratio .2; 2048 tokens in the cache.
 
@@ -44,6 +49,8 @@ def run(clone: Path, progress: Progress | None = None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with importable(clone):
         cases = [partial(_mlp, model, tp, lnc) for model, tp in RANKS.items() for lnc in (1, 2)]
+        for model, tp in PROMPTS:
+            cases += [partial(_prompt, model, tp, 2, in_fp8) for in_fp8 in (False, True)]
         cases += [partial(_layer, model, tp, 2) for model, tp in LAYERS]
         for case in cases:
             rows.append(case())
@@ -66,6 +73,15 @@ def _mlp(model: str, tp: int, lnc: int) -> dict[str, Any]:
     return _row("MLP", model, tp, lnc) | {"aws_ms": _aws_mlp(H, I, lnc)} | own
 
 
+def _prompt(model: str, tp: int, lnc: int, in_fp8: bool) -> dict[str, Any]:
+    H, I = SHAPES[model].hidden_size, SHAPES[model].intermediate_size // tp  # noqa: E741
+    stored = {"weight_dtype": "float8_e4m3fn", "compute": "fp8"} if in_fp8 else {}
+    dense = Problem("mlp", TOKENS, ((H, I), (H, I), (I, H)), target=TARGET, lnc=lnc, **stored)
+    own = {"dense_ms": plan_problem(dense).time_ms, "low_rank_ms": None}
+    what = "prompt's MLP, fp8" if in_fp8 else "prompt's MLP"
+    return _row(what, model, tp, lnc) | {"aws_ms": _aws_mlp(H, I, lnc, TOKENS, in_fp8)} | own
+
+
 def _layer(model: str, tp: int, lnc: int) -> dict[str, Any]:
     ours = [ModelledLayer(model, "", ratio, lnc) for ratio in (0.0, RATIO)]
     dense, low_rank = [launch_costs(layer, tp)[1].times_ms[0] for layer in ours]
@@ -78,12 +94,23 @@ def _row(what: str, model: str, tp: int, lnc: int) -> dict[str, Any]:
     return {"what": what, "model": model, "tp": tp, "lnc": lnc}
 
 
-def _aws_mlp(H: int, I: int, lnc: int) -> float:  # noqa: E741
+def _aws_mlp(H: int, I: int, lnc: int, tokens: int = 1, in_fp8: bool = False) -> float:  # noqa: E741
     """Milliseconds of nki-library's kernel, which chooses its form for few tokens itself."""
     from nkilib_src.nkilib.core.mlp.mlp import mlp  # pyright: ignore
 
-    operands = [_zeros(*shape) for shape in ((1, 1, H), (H, I), (H, I), (I, H))]
-    return traced(mlp[lnc], *operands, target=TARGET).time_ms
+    dtype = ml_dtypes.float8_e4m3 if in_fp8 else ml_dtypes.bfloat16
+    operands = [np.zeros(shape, dtype) for shape in ((1, tokens, H), (H, I), (H, I), (I, H))]
+    options: dict[str, Any] = {}
+    if in_fp8:
+        from nkilib_src.nkilib.core.utils.common_types import QuantizationType  # pyright: ignore
+
+        scales = ("gate_w_scale", "up_w_scale", "down_w_scale", "gate_up_in_scale", "down_in_scale")
+        options = {name: np.zeros((128, 1), np.float32) for name in scales}
+        options |= {
+            "quantization_type": QuantizationType.STATIC,
+            "output_dtype": neuroncore.language.bfloat16,
+        }
+    return traced(mlp[lnc], *operands, target=TARGET, **options).time_ms
 
 
 def _aws_layers(shape: ModelShape, tp: int, lnc: int, layers: int) -> float:

@@ -18,8 +18,14 @@ import nki.isa as nisa
 import nki.language as nl
 
 @nki.jit
-def mlp(hidden, gate, up, down):
+def mlp(
+    hidden, gate, up, down, quantization_type=None, output_dtype=None,
+    gate_w_scale=None, up_w_scale=None, down_w_scale=None,
+    gate_up_in_scale=None, down_in_scale=None,
+):
     out = nl.ndarray(hidden.shape, dtype=hidden.dtype, buffer=nl.shared_hbm)
+    if quantization_type is not None:
+        assert gate.dtype == "float8_e4m3" and down_in_scale.shape == (128, 1)
     for matrix in (gate, up, down):
         rows, columns = matrix.shape
         for start in range(0, rows, 128):
@@ -58,6 +64,7 @@ import json, sys
 from pathlib import Path
 from benchmarks import aws
 aws.RANKS, aws.LAYERS = {"Llama-3.2-1B": 8}, (("Llama-3.2-1B", 8),)
+aws.PROMPTS = (("Llama-3.2-1B", 8),)
 print(json.dumps(aws.run(Path(sys.argv[1]))))
 """
 
@@ -66,14 +73,24 @@ print(json.dumps(aws.run(Path(sys.argv[1]))))
 def test_a_row_has_both_kernels(tmp_path):
     for name, source in (
         ("core/mlp/mlp", MLP),
+        (
+            "core/utils/common_types",
+            "from enum import Enum\nQuantizationType = Enum('Q', 'STATIC')",
+        ),
         ("experimental/transformer/transformer_tkg", LAYERS),
     ):
         path = tmp_path / f"src/nkilib_src/nkilib/{name}.py"
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    one, two, layer = json.loads(run(sys.executable, "-c", CALL, tmp_path, PYTHONPATH=path))
+    one, two, prompt, in_fp8, layer = json.loads(
+        run(sys.executable, "-c", CALL, tmp_path, PYTHONPATH=path)
+    )
     assert [row["what"] for row in (one, two, layer)] == ["MLP", "MLP", "layer"]
+    assert (prompt["what"], in_fp8["what"]) == ("prompt's MLP", "prompt's MLP, fp8")
+    # theirs is loads alone here
+    assert prompt["aws_ms"] > in_fp8["aws_ms"]
+    assert prompt["dense_ms"] > 1.3 * in_fp8["dense_ms"]
     assert (one["lnc"], two["lnc"], one["low_rank_ms"]) == (1, 2, None)
     bytes_ms = 6 * 2048 * 1024 / 2900e6
     assert one["aws_ms"] > bytes_ms / 2

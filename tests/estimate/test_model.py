@@ -34,6 +34,7 @@ from neuronmm_ops.estimate.ends import ENDS, spread
 from neuronmm_ops.estimate.launches import Tracer
 from neuronmm_ops.estimate.linears import divided, linears, selection
 from neuronmm_ops.estimate.passes import COMPONENTS, POINTS, lengths
+from neuronmm_ops.estimate.ranks import Ranks
 from neuronmm_ops.estimate.subject import SPEEDUPS
 from neuronmm_ops.models import SHAPES
 from neuronmm_ops.plan.linear import MLP
@@ -268,6 +269,31 @@ def test_storage_of_some_linears_leaves_the_others(tiny):
         assert dtypes["q_proj"] == dtypes["lm_head"] == "bfloat16"
 
 
+def test_prefill_rounds_activations_where_weights_are_in_fp8():
+    rounding = Ranks(whole=TINY, target="trn2", lnc=1, tp=1, compute="fp8")
+    dense, low = ((2048, 4096),), ((4096, 1024), (1024, 4096))
+    for op, matrices, stored, rounds in (
+        *[("xw", dense, "float8_e4m3fn", True), ("xuv", low, "float8_e4m3fn", True)],
+        *[("xw", dense, "int8", False), ("xw", dense, "", False)],
+    ):
+        (launch,) = rounding.op(op, 1024, matrices, stored)
+        assert launch.arguments.get("double_row", False) == rounds
+        (plain,) = replace(rounding, compute="x").op(op, 1024, matrices, stored)
+        assert not plain.arguments.get("double_row", False)
+
+
+def test_the_document_says_whether_activations_are_rounded(tiny, document):
+    assert document["compute"] == "x"
+    rounded = run(tiny, **SHORT, lnc=2, storage="fp8", compute="fp8")
+    plain = run(tiny, **SHORT, lnc=2, storage="fp8")
+    assert (rounded["compute"], plain["compute"]) == ("fp8", "x")
+    for name, row in by_name(rounded["variants"]).items():
+        assert (
+            row["phases"]["prefill"]["time_ms"]
+            <= (by_name(plain["variants"])[name]["phases"]["prefill"]["time_ms"])
+        )
+
+
 def test_all_linears_get_ranks():
     shape = SHAPES["Llama-3.2-1B"]
     found = linears(shape, selection(shape, ["all-linear"]), ratio=0.2)
@@ -337,6 +363,13 @@ def test_padded_shapes_divide():
         ({"batch": 129}, "batch must be 1 to 128 sequences, got 129"),
         ({"storage": "fp4"}, "storage must be fp8 or int8 or int4, got 'fp4'"),
         ({"storage_dense": "fp4"}, "storage must be fp8 or int8 or int4, got 'fp4'"),
+        ({"compute": "fp4"}, "compute must be one of x, fp8; got 'fp4'"),
+        ({"compute": "fp8"}, "compute fp8 needs Linears in fp8, got bfloat16; use --storage fp8"),
+        ({"compute": "fp8", "storage": "int8"}, "needs Linears in fp8, got int8"),
+        (
+            {"compute": "fp8", "storage": "fp8", "target": "trn1"},
+            "two rows of fp8 at a time, which trn1 does not; use compute x",
+        ),
         ({"targets": "("}, "no regular expression"),
         ({"targets": ("mlp", "lm_head")}, "targets must select Linears .*'lm_head' selects none"),
         ({"prompt": 10**7, "batch": 128}, "does not fit at tp 1: a rank of trn2 with lnc 1"),

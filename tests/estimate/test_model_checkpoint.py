@@ -86,6 +86,16 @@ def test_a_component_takes_what_the_plans_of_its_problems_take(tmp_path, layers,
         assert own[component]["launches"] == len(problems)
 
 
+def test_what_a_checkpoint_permits_is_left_out_unless_it_is_asked_for(tmp_path):
+    permitted = [replace(each, compute="fp8") for each in ONE_BYTE if each.storage]
+    path = write(tmp_path, permitted)
+    note = "activations in fp8, which the checkpoint permits; --compute fp8"
+    plain, rounded = (run(path, **SHORT, compute=compute) for compute in (None, "fp8"))
+    assert note in plain["left_out"]
+    assert note not in rounded["left_out"]
+    assert (plain["compute"], rounded["compute"]) == ("x", "fp8")
+
+
 def test_a_dense_matrix_in_a_storage_is_one_more_case(tmp_path, monkeypatch):
     """A record may not say so yet; what is modelled of one that does is a dense launch in fp8."""
     monkeypatch.setattr(LayerReport, "_checked_storage", lambda self: storage_named(self))

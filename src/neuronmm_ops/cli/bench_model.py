@@ -56,6 +56,10 @@ def add(benchmarks: Any) -> None:
     )
     add_storages(command)
     command.add_argument(
+        "--compute",
+        help="fp8: prefill may round activations where weights are in fp8 (default x: it does not)",
+    )
+    command.add_argument(
         "--draft",
         metavar="DRAFT",
         help="what proposes tokens to the dense model: a directory or a name as --model takes it, "
@@ -161,10 +165,11 @@ def _low_rank(document: dict[str, Any]) -> str:
     dense = f"lm_head {document['storage_lm_head'] or 'bf16'}"
     storage, storage_dense = (document[n] or "bf16" for n in ("storage", "storage_dense"))
     stored = document["checkpoint"]
+    rounded = " Prefill rounds activations to fp8." if document["compute"] == "fp8" else ""
     if stored is None:
         return (
             f"Low rank: ratio {document['ratio']:g} of {document['targets']}, {storage}; other "
-            f"Linears {storage_dense}, {dense}."
+            f"Linears {storage_dense}, {dense}.{rounded}"
         )
     least, greatest = stored["least_rank"], stored["greatest_rank"]
     ranks = f" of rank {least} to {greatest}" if stored["low_rank"] else ""
@@ -174,7 +179,7 @@ def _low_rank(document: dict[str, Any]) -> str:
         f"Low rank: the checkpoint's own {stored['low_rank']} pairs{ranks}, {storage}, and "
         f"{stored['dense']} of its matrices dense, {storage_dense}; together {share:.3f} of their "
         f"dense bytes (ratio {document['ratio']:g} of {document['targets']}); {dense}{size}. "
-        f"Dense, stored: all these matrices dense in {stored['rival_storage']}."
+        f"Dense, stored: all these matrices dense in {stored['rival_storage']}.{rounded}"
     )
 
 

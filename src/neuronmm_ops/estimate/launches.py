@@ -109,12 +109,13 @@ def of_op(
     lnc: int,
     weight_dtype: str = "",
     others: tuple[Other, ...] = (),
+    compute: str = "x",
 ) -> tuple[PlannedKernel, ...]:
     """The launches of an op's plan, without bias; the arguments are those of `plan_op`.
 
     Raises:
         ValueError: as `plan_op`.
     """
-    machine = (dtype, target, lnc)
-    plan = plan_op(op, M, matrices, *machine, weight_dtype=weight_dtype, others=others)
+    options = {"weight_dtype": weight_dtype, "others": others, "compute": compute}
+    plan = plan_op(op, M, matrices, dtype, target, lnc, **options)
     return tuple(planned_kernels(plan))

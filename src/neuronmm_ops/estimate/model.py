@@ -112,6 +112,7 @@ def run(
         "new": options.new,
         "batch": options.batch,
         "dtype": DTYPE,
+        "compute": decoders["low_rank"].compute,
         **subject.described,
         "token_us": TOKEN_US._asdict(),
         "launch_us": FURTHER_US._asdict(),

@@ -16,6 +16,7 @@ from neuronmm_ops.plan import Matrices, Other
 from neuronmm_ops.plan.exchange import Collectives
 from neuronmm_ops.plan.launches import PlannedKernel
 from neuronmm_ops.plan.layouts import LAYOUTS, Layout
+from neuronmm_ops.storages import BY_DTYPE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class Ranks:
         target: trn1, trn2 or trn3.
         lnc: NeuronCores of a rank.
         tp: ranks.
+        compute: "fp8" where prefill may round activations, of weights in fp8; "x" nowhere.
         layouts: that ranks may take.
         least_us: as `Collectives`.
     """
@@ -35,6 +37,7 @@ class Ranks:
     target: str
     lnc: int
     tp: int
+    compute: str = "x"
     layouts: Collection[Layout] = LAYOUTS
     least_us: float = 0.0
 
@@ -63,7 +66,9 @@ class Ranks:
         self, op: str, M: int, matrices: Matrices, stored: str, others: tuple[Other, ...] = ()
     ) -> tuple[PlannedKernel, ...]:
         """The launches of an op's plan on a rank; the arguments are those of `of_op`."""
-        return of_op(op, M, matrices, DTYPE, self.target, self.lnc, stored, others)
+        able = stored and BY_DTYPE[stored].computes
+        compute = self.compute if able and self.compute in able else "x"
+        return of_op(op, M, matrices, DTYPE, self.target, self.lnc, stored, others, compute)
 
     def on_cores(self, kernel: Kernel) -> Kernel:
         """A kernel on all cores of a rank."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any, NamedTuple
 
-from neuroncore.hardware import resolve_target
+from neuroncore.hardware import Machine, resolve_target
 from neuronmm_ops.compress.config import SVDConfig
 from neuronmm_ops.estimate.decoder import Decoder, Kind
 from neuronmm_ops.estimate.layer import Mlp
@@ -17,7 +17,7 @@ from neuronmm_ops.estimate.recorded import Layers, Recorded, described, recorded
 from neuronmm_ops.models import ModelShape, resolve_shape
 from neuronmm_ops.plan.linear import MLP, Linear
 from neuronmm_ops.rank import parameter_count
-from neuronmm_ops.storages import checked, dtype_name
+from neuronmm_ops.storages import BY_DTYPE, COMPUTES, checked, dtype_name
 
 SPEEDUPS = {
     "ours": ("low_rank", "dense"),
@@ -52,6 +52,7 @@ class Options:
         storage: `fp8` or `int8` of what `targets` selects; None for bfloat16.
         storage_dense: the same of the layers' Linears that stay dense.
         storage_lm_head: the same of the output head.
+        compute: `fp8` lets prefill round activations where weights are in fp8; None does not.
         targets: "mlp" (None), "all-linear" of the layers, or several as `SVDConfig.targets` has
             them.
         draft: of the dense model: a directory or a name, or how many of the low-rank layers.
@@ -67,6 +68,7 @@ class Options:
     storage: str | None = None
     storage_dense: str | None = None
     storage_lm_head: str | None = None
+    compute: str | None = None
     targets: str | tuple[str, ...] | None = None
     draft: str | None = None
 
@@ -114,13 +116,15 @@ def prepared(model: str, options: Options) -> Subject:
         about, speedups = _described(options), SPEEDUPS
     else:
         _check_own(model, options)
-        variants, left_out = _of_checkpoint(shape, record)
+        variants, left_out = _of_checkpoint(shape, record, options)
         about, speedups = described(record), _speedups_of(record)
     on: dict[str, Any] = {"target": machine.target, "lnc": options.lnc}
-    on |= {"tp": options.tp, "batch": options.batch}
+    on |= {"tp": options.tp, "batch": options.batch, "compute": options.compute or "x"}
     decoders = {
         v.name: Decoder(whole=v.shape, **v.layers._asdict(), mlp=v.mlp, **on) for v in variants
     }
+    if options.compute == "fp8":
+        _check_rounded(machine, decoders["low_rank"])
     dense = decoders["dense"]
     check_capacity(dense, memory_of(dense, options.prompt, options.new))
     draft = None
@@ -180,8 +184,24 @@ def _check(options: Options) -> None:
         raise ValueError(f"new must be at least 2 tokens, for prefill finds the first; got {new}")
     if not 1 <= batch <= MOST_SEQUENCES:
         raise ValueError(f"batch must be 1 to {MOST_SEQUENCES} sequences, got {batch}")
+    if options.compute not in (None, *COMPUTES):
+        raise ValueError(f"compute must be one of {', '.join(COMPUTES)}; got {options.compute!r}")
     if not 0 < _ratio(options) < 1:
         raise ValueError(f"ratio must be between 0 and 1, got {options.ratio}")
+
+
+def _check_rounded(machine: Machine, decoder: Decoder) -> None:
+    if not machine.has("double_row"):
+        raise ValueError(
+            f"compute fp8 multiplies two rows of fp8 at a time, which {machine.target} does not; "
+            "use compute x"
+        )
+    stored = {each.stored for kind in decoder.kinds for each in kind.linears.values()} - {""}
+    if not any("fp8" in BY_DTYPE[dtype].computes for dtype in stored):
+        raise ValueError(
+            f"compute fp8 needs Linears in fp8, got {', '.join(sorted(stored)) or 'bfloat16'}; "
+            "use --storage fp8, or compute x"
+        )
 
 
 def _check_own(model: str, options: Options) -> None:
@@ -247,12 +267,14 @@ def _narrower(shape: ModelShape, compressed: Mapping[str, Linear], tp: int) -> M
     return None if blocks < 1 else replace(shape, intermediate_size=int(blocks) * step)
 
 
-def _of_checkpoint(shape: ModelShape, record: Recorded) -> tuple[list[_Variant], list[str]]:
+def _of_checkpoint(
+    shape: ModelShape, record: Recorded, options: Options
+) -> tuple[list[_Variant], list[str]]:
     """Its layers, next to those of the model while it was dense, and dense in one byte."""
     dense = _alike(record.dense, linears(record.dense))
     left_out = ["published_dense and published_low_rank: they have one rank in all layers"]
-    if any(each.compute != "x" for each in record.report.layers):
-        left_out.append("activations in fp8, which the checkpoint permits")
+    if not options.compute and any(each.compute != "x" for each in record.report.layers):
+        left_out.append("activations in fp8, which the checkpoint permits; --compute fp8")
     return [
         _Variant("dense", record.dense, dense),
         _Variant("low_rank", shape, record.own),
