@@ -238,7 +238,19 @@ def held_out() -> str:
         f"On {of_group[0].figures} published times of {of_group[0].facts} kernels and their "
         f"engines, which no constant was fitted to, the mean error is {ends}. Of the "
         f"{len(whole)} times of whole kernels {len(inside)} lie in the range of all that is not "
-        f"known.{_of_others()}"
+        f"known.{_of_aws()}{_of_others()}"
+    )
+
+
+def _of_aws() -> str:
+    rows = document("stored")
+    if not rows:
+        return ""
+    summed = stored.summary(rows)
+    return (
+        f" On {summed['launches']} launches of nki-library's kernels that AWS timed on trn2, a "
+        f"launch's constant cost aside, it is {summed['mean_error']:.0%} "
+        f"(worst {summed['worst']:+.0%}), and {summed['inside']} lie in their range."
     )
 
 
