@@ -116,6 +116,6 @@ def of_op(
     Raises:
         ValueError: as `plan_op`.
     """
-    options = {"weight_dtype": weight_dtype, "others": others, "compute": compute}
+    options: dict[str, Any] = {"weight_dtype": weight_dtype, "others": others, "compute": compute}
     plan = plan_op(op, M, matrices, dtype, target, lnc, **options)
     return tuple(planned_kernels(plan))
