@@ -250,7 +250,8 @@ def _of_aws() -> str:
     return (
         f" On {summed['launches']} launches of nki-library's kernels that AWS timed on trn2, a "
         f"launch's constant cost aside, it is {summed['mean_error']:.0%} "
-        f"(worst {summed['worst']:+.0%}), and {summed['inside']} lie in their range."
+        f"(worst {summed['worst']:+.0%}), and {summed['inside']} of {summed['ranged']} lie in "
+        "their range."
     )
 
 

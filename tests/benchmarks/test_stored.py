@@ -146,11 +146,14 @@ def timed(us, modelled_us, lnc=1, exchanges=0):
 
 def test_launches_of_a_kind_cost_one_constant():
     launch, errors, inside = stored.with_launch([timed(30, 10), timed(120, 100)])
-    assert (launch, errors, inside) == (pytest.approx(20), pytest.approx([0, 0]), 2)
+    assert (launch, errors) == (pytest.approx(20), pytest.approx([0, 0]))
+    assert inside == [True, True]
     launch, errors, inside = stored.with_launch([timed(30, 10), timed(125, 100)])
     assert 20 < launch < 20.5, "the longer one's error is relative"
     assert errors[0] > 0 > errors[1]
-    assert inside == 1
+    assert inside == [True, False]
+    long = timed(120, 100) | {"range_us": None}
+    assert stored.with_launch([timed(30, 10), long])[2] == [True]
 
 
 def test_the_score_is_of_kinds():
@@ -161,7 +164,7 @@ def test_the_score_is_of_kinds():
     assert score["launches"] == 4
     assert score["mean_error"] == pytest.approx((abs(errors[0]) + abs(errors[1])) / 4)
     assert score["worst"] == max(errors, key=abs)
-    assert score["inside"] == 3
+    assert (score["inside"], score["ranged"]) == (3, 4)
 
 
 def test_the_cost_of_an_exchange_is_told_from_that_of_a_launch():
@@ -180,7 +183,7 @@ def test_the_table(monkeypatch, capsys, tmp_path):
     assert main(["stored", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "MLP, few tokens" in out
-    assert "20" in out
+    assert "2/2" in out
 
 
 def test_a_clone_without_tests_is_refused(tmp_path):
