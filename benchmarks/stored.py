@@ -21,7 +21,7 @@ from neuroncore.dtypes import array_dtype
 from neuronmm_ops.compress.calibrate import Progress
 
 TARGET = "trn2"
-MOST_INSTRUCTIONS = 10_000
+MOST_INSTRUCTIONS = 2_000
 """Of a launch that has a range: it is scheduled a dozen times for it."""
 _TESTS = "test.integration.nkilib.core"
 _FLAGS = "gate_bias up_bias down_bias norm_bias"

@@ -133,7 +133,7 @@ def datasets() -> dict[str, Dataset]:
         Dataset("rival", (RIVAL,), 1),
         Dataset("engines", (ENGINES,), 15),
         Dataset("aws", ("python benchmarks aws out/sources/nki-library",), 2),
-        Dataset("stored", ("python benchmarks stored out/sources/nki-library",), 12),
+        Dataset("stored", ("python benchmarks stored out/sources/nki-library",), 8),
         Dataset("nkibench", (NKIBENCH,), 5),
         Dataset("course", ("python benchmarks course out/sources/course",), 2),
         Dataset("tensor_parallel", tuple(_divided()), 3),
