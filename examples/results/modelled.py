@@ -175,7 +175,7 @@ def paper_run() -> str:
 
 
 def published() -> str:
-    """The score of each group, the figures that were held out, and the facts of the others."""
+    """The score of each group, and the figures that were held out."""
     rows = document("published")
     if rows is None:
         return ""
@@ -194,10 +194,9 @@ def published() -> str:
             for score in scores(rows)
         ],
     )
-    compared = [row for row in rows if row["error"] is not None]
     held_out: dict[tuple[str, str], list[Row]] = {}
-    for row in compared:
-        if row["group"] == "held out":
+    for row in rows:
+        if row["group"] == "held out" and row["error"] is not None:
             held_out.setdefault((row["fact"], row["target"]), []).append(row)
     held = table(
         ["held out", "of", "published", "modelled", "range", *models],
@@ -209,18 +208,7 @@ def published() -> str:
             for (fact, target), of_fact in held_out.items()
         ],
     )
-    known = dict.fromkeys(
-        (row["fact"], row["target"]) for row in compared if row["group"] == "predicted"
-    )
-    facts = table(["fact", models[0]], [_fact_row(compared, *fact) for fact in known])
-    return f"{scored}\n\n{held}\n\nPredicted facts, with their mean error:\n\n{facts}"
-
-
-def _fact_row(rows: list[Row], fact: str, target: str) -> list[str]:
-    errors = [
-        abs(row["error"]) for row in rows if (row["fact"], row["group"]) == (fact, "predicted")
-    ]
-    return [f"{fact} ({target})", f"{sum(errors) / len(errors):.1%}"]
+    return f"{scored}\n\n{held}"
 
 
 def held_out() -> str:
