@@ -143,12 +143,19 @@ def by_kind(rows: list[dict[str, Any]]) -> dict[tuple[str, int], list[dict[str, 
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """`launches`, `mean_error` over kinds, `worst`, how many of `ranged` lie `inside` theirs."""
+    """`launches`, `mean_error` over kinds, `worst`, how many of `ranged` lie `inside` theirs.
+
+    `whole_error` is that of whole times, launches included, which have no modelled cost.
+    """
     kinds = [with_launch(some) for some in by_kind(rows).values()]
     return {
         "launches": len(rows),
         "mean_error": mean(mean(map(abs, errors)) for _, errors, _ in kinds),
         "worst": max((each for _, errors, _ in kinds for each in errors), key=abs),
+        "whole_error": mean(
+            mean(abs(row["modelled_us"] / row["us"] - 1) for row in some)
+            for some in by_kind(rows).values()
+        ),
         "inside": sum(sum(inside) for *_, inside in kinds),
         "ranged": sum(len(inside) for *_, inside in kinds),
     }

@@ -238,7 +238,8 @@ def _of_aws() -> str:
     return (
         f" On {summed['launches']} launches of nki-library's kernels that AWS timed on trn2, a "
         f"launch's constant cost aside, it is {summed['mean_error']:.0%} "
-        f"(worst {summed['worst']:+.0%}), and {summed['inside']} of {summed['ranged']} lie in "
+        f"({summed['whole_error']:.0%} with it, "
+        f"worst {summed['worst']:+.0%}), and {summed['inside']} of {summed['ranged']} lie in "
         "their range."
     )
 
@@ -288,7 +289,8 @@ def stored_times() -> str:
         ],
     )
     return (
-        f"{by_kind}\n\nThe mean of these means is {summed['mean_error']:.1%}. An exchange of two "
+        f"{by_kind}\n\nThe mean of these means is {summed['mean_error']:.1%}, with launches "
+        f"{summed['whole_error']:.0%}. An exchange of two "
         f"cores takes {cost:.1f} ± {error:.1f} us more than here."
     )
 

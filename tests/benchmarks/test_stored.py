@@ -165,6 +165,8 @@ def test_the_score_is_of_kinds():
     assert score["mean_error"] == pytest.approx((abs(errors[0]) + abs(errors[1])) / 4)
     assert score["worst"] == max(errors, key=abs)
     assert (score["inside"], score["ranged"]) == (3, 4)
+    whole = (20 / 30 + 25 / 125) / 2, (40 / 50 + 40 / 140) / 2
+    assert score["whole_error"] == pytest.approx(sum(whole) / 2)
 
 
 def test_the_cost_of_an_exchange_is_told_from_that_of_a_launch():

@@ -115,7 +115,7 @@ UNCERTAINTIES = (
         "core-exchange",
         "two cores meet at once, and exchange as by a DMA",
         f"{DMA_START_NS / 1e3:g} us later, as what a semaphore lets start",
-        "97 times that nki-library's tests store: 0.6 us later, 0.7 either way",
+        "97 times that nki-library's tests store: 0.7 us later, 0.7 either way",
         _late_meetings,
     ),
     Uncertainty(
