@@ -165,7 +165,9 @@ def _low_rank(document: dict[str, Any]) -> str:
     dense = f"lm_head {document['storage_lm_head'] or 'bf16'}"
     storage, storage_dense = (document[n] or "bf16" for n in ("storage", "storage_dense"))
     stored = document["checkpoint"]
-    rounded = " Prefill rounds activations to fp8." if document["compute"] == "fp8" else ""
+    # documents that were kept from before the option have no `compute`
+    is_rounded = document.get("compute") == "fp8"
+    rounded = " Prefill rounds activations to fp8." if is_rounded else ""
     if stored is None:
         return (
             f"Low rank: ratio {document['ratio']:g} of {document['targets']}, {storage}; other "
