@@ -38,8 +38,7 @@ def run(clone: Path, progress: Progress | None = None) -> list[dict[str, Any]]:
         Rows with `what`, `model`, `tp`, `lnc`, `aws_ms`, `dense_ms` and `low_rank_ms`. Of `what`
         "MLP": its `mlp`, our `mlp`, and `svd_mlp` at ratio .2 (None where ranks share the model).
         "prompt's MLP" and "prompt's MLP, fp8": both `mlp` for `TOKENS` tokens, in bf16, and in fp8
-        with activations rounded to it: ours round them token by token, and what its takes was
-        rounded before.
+        with activations in fp8, too: ours rounds them token by token, AWS's takes rounded ones.
         "layer": what a second layer adds to a launch of its `transformer_tkg`, and a further one
         to ours, dense and with every Linear at ratio .2; 2048 tokens in the cache.
 

@@ -66,8 +66,8 @@ class Ranks:
         self, op: str, M: int, matrices: Matrices, stored: str, others: tuple[Other, ...] = ()
     ) -> tuple[PlannedKernel, ...]:
         """The launches of an op's plan on a rank; the arguments are those of `of_op`."""
-        able = stored and BY_DTYPE[stored].computes
-        compute = self.compute if able and self.compute in able else "x"
+        computes = BY_DTYPE[stored].computes if stored else ()
+        compute = self.compute if self.compute in computes else "x"
         return of_op(op, M, matrices, DTYPE, self.target, self.lnc, stored, others, compute)
 
     def on_cores(self, kernel: Kernel) -> Kernel:
